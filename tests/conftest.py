@@ -1,0 +1,33 @@
+"""Fixtures shared by all tests: where the embedded model, the goldens and the generated tiny checkpoints are."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))  # shared helpers (ops_cases, variants, tools) import by name, installed or not
+
+import dsv4  # noqa: E402
+from tools.make_tiny import CONFIGS, write  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """What an independent implementation computed; see tests/golden/README.md."""
+    return TESTS / "golden"
+
+
+@pytest.fixture(scope="session")
+def nano_dir() -> Path:
+    """The embedded model, as installed."""
+    return Path(dsv4.__file__).resolve().parent / "models" / "nano"
+
+
+@pytest.fixture(scope="session")
+def tiny_root(tmp_path_factory) -> Path:
+    """A directory with the random checkpoints tiny-a, tiny-b, tiny-m, tiny-tp, generated bit for bit."""
+    root = tmp_path_factory.mktemp("tiny")
+    for name in CONFIGS:
+        write(str(root), name)
+    return root
