@@ -1,0 +1,122 @@
+"""The forward pass: rows and state in, logits out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .comm import Single
+from .config import ModelConfig
+from .errors import InputError
+from .ops import Ops
+from .state import LayerState, Pool
+from .step import Step
+from .weights import Attention, Block, Compressor, Indexer, MoE, Weights
+
+
+class Output(NamedTuple):
+    """What a forward returns for its n wanted rows, on the host."""
+
+    logits: np.ndarray  # float32 [n, vocab]
+    main_hidden: np.ndarray | None  # float32 [n, targets · d]; None where the checkpoint has no draft
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network: weights, the backend that computes and the communicator between ranks."""
+
+    config: ModelConfig
+    weights: Weights
+    ops: Ops
+    comm: Single
+    debug: bool = False
+
+    def forward(self, step: Step, pool: Pool) -> Output:
+        """All layers over the rows of `step`; keys and compressor rows go to `pool`."""
+        c, ops, w = self.config, self.ops, self.weights
+        wanted = step.rows.wanted
+        targets = c.dspark.target_layer_ids if c.dspark and w.draft else ()
+        h = ops.embed(w.embed, step.tokens, c.hc_mult)
+        hidden = []
+        for number, (layer, state) in enumerate(zip(w.blocks, pool.layers)):
+            h = self.block(layer, h, step, state)
+            if self.debug and ops.has_nonfinite(h):
+                raise InputError(f"layer {number}: expected finite values; found NaN or infinity in its output")
+            if number in targets:
+                hidden.append(ops.to_host(ops.mean_streams(h[wanted])))
+        y = ops.hc_head(h[wanted], w.hc_head)
+        logits = ops.linear(ops.rmsnorm(y, w.norm, c.rms_norm_eps), w.head)
+        return Output(ops.to_host(logits), np.concatenate(hidden, axis=1) if targets else None)
+
+    def block(self, w: Block, h: Any, step: Step, state: LayerState) -> Any:
+        """One layer. h [T, m, d] → the same."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x, mix = ops.hc_pre_norm(h, w.hc_attn, w.attn_norm, eps)
+        h = ops.hc_post(self.attention(w.attn, x, step, state), h, mix)
+        x, mix = ops.hc_pre_norm(h, w.hc_ffn, w.ffn_norm, eps)
+        return ops.hc_post(self.moe(w.ffn, x, step), h, mix)
+
+    def attention(self, w: Attention, x: Any, step: Step, state: LayerState) -> Any:
+        """x [T, d] → [T, d]. Keys: the chosen compressed entries, then the window, in ascending position."""
+        c, ops = self.config, self.ops
+        eps, rope = c.rms_norm_eps, step.rope(w.ratio)
+        xq = ops.act_quant(x)
+        qr = ops.act_quant(ops.rmsnorm(ops.linear(xq, w.wq_a), w.q_norm, eps))
+        q = ops.linear(qr, w.wq_b).reshape(len(step), c.num_attention_heads, c.head_dim)
+        q = ops.query(q, rope, eps)
+        ops.store_keys(ops.linear(xq, w.wkv), w.kv_norm, rope, state.window, step.window_where, eps)
+        keys = [(state.window, step.window_places)]
+        if w.compressor:
+            self.compress(w.compressor, x, step, state)
+            keys.insert(0, (state.entries, self.select(w, x, qr, step, state)))
+        o = ops.rotate(ops.attend(q, w.sink, keys), rope, inverse=True)
+        z = ops.grouped_linear(o.reshape(len(step), -1), w.wo_a, c.o_groups)
+        out = ops.linear(ops.act_quant(z), w.wo_b, c.attention_slices)
+        return self.comm.sum_slices(out, c.attention_slices)
+
+    def compress(self, w: Compressor, x: Any, step: Step, state: LayerState) -> None:
+        """Keep the rows' compressor inputs; pool and store the entries that these rows complete."""
+        ops = self.ops
+        at = step.compression(w.ratio)
+        e = self.pooled(w, x, step, state.ring)
+        ops.encode_keys(e, state.entries, at.done_places)
+
+    def pooled(self, w: Compressor, x: Any, step: Step, ring: Any) -> Any:
+        """x [T, d] into the ring → the completed entries [n, D], normed and rotated to position entry · ratio."""
+        ops = self.ops
+        at = step.compression(w.ratio)
+        ops.compress_store(ops.linear(x, w.wkv), ops.linear(x, w.wgate), w.ape, step.positions, ring, at.where)
+        e = ops.compress_pool(ring, at.done_slots, at.done, w.ratio, step.pool.ring_capacity(w.ratio))
+        e = ops.rmsnorm(e, w.norm, self.config.rms_norm_eps)
+        return ops.rotate(e[:, None, :], at.done_rope)[:, 0]
+
+    def select(self, w: Attention, x: Any, qr: Any, step: Step, state: LayerState) -> Any:
+        """Places of the compressed entries each row attends to: int32 [T, n], −1 = none."""
+        if w.indexer is None:
+            return step.all_places(w.ratio)
+        chosen = self.index(w.indexer, x, qr, step, state)
+        return step.pool.entry_places(chosen, step.slots, w.ratio)
+
+    def index(self, w: Indexer, x: Any, qr: Any, step: Step, state: LayerState) -> Any:
+        """The index_topk best entries of every row: int32 [T, k], ascending, −1 padded."""
+        c, ops, pool = self.config, self.ops, step.pool
+        ratio = w.compressor.ratio
+        at = step.compression(ratio)
+        ops.encode_index(self.pooled(w.compressor, x, step, state.index_ring), state.index, at.done_places)
+        q = ops.linear(qr, w.wq_b).reshape(len(step), w.heads, w.dim)
+        q = ops.index_query(q, step.rope(ratio))
+        weight = ops.linear(x, w.weights_proj)
+        return ops.index_select(
+            q, weight, state.index, step.slots, at.visible, pool.pages, pool.page_entries(ratio), c.index_topk
+        )
+
+    def moe(self, w: MoE, x: Any, step: Step) -> Any:
+        """x [T, d] → routed and shared experts [T, d]."""
+        c, ops = self.config, self.ops
+        ids, weights = ops.gate(
+            x, w.gate, w.bias, w.fixed, step.tokens, c.num_experts_per_tok, c.routed_scaling_factor
+        )
+        y = ops.moe(x, ids, weights, w.bank, c.swiglu_limit, c.moe_slices)
+        return self.comm.sum_slices(y, c.moe_slices)

@@ -1,0 +1,77 @@
+"""The memory plan: what the state of the asked sessions takes, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil
+
+from .config import ModelConfig
+from .errors import CapacityError
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part; `available` is the host memory that could be had when the plan was made."""
+
+    weights: int  # mapped from the checkpoint; the system may drop and read them again
+    windows: int
+    compressor_rows: int
+    entries: int
+    index_keys: int
+    available: int
+    max_context: int
+    max_sessions: int
+
+    @property
+    def state(self) -> int:
+        return self.windows + self.compressor_rows + self.entries + self.index_keys
+
+    def as_dict(self) -> dict:
+        return asdict(self) | {"state": self.state}
+
+
+def key_bytes(config: ModelConfig) -> int:
+    """One stored key: e4m3 codes, a scale per 64, the rope part in bf16."""
+    plain = config.head_dim - config.qk_rope_head_dim
+    return plain + plain // 64 + 2 * config.qk_rope_head_dim
+
+
+def index_key_bytes(config: ModelConfig) -> int:
+    """One index key: e2m1 codes, a scale per 32."""
+    return config.index_head_dim // 2 + config.index_head_dim // 32
+
+
+def make_plan(
+    config: ModelConfig, *, weights: int, max_context: int, max_sessions: int, headroom: int, available: int
+) -> MemoryPlan:
+    """Bytes that `max_sessions` sequences of `max_context` positions take at most."""
+    windows = rows = entries = index_keys = 0
+    for ratio in config.compress_ratios:
+        windows += (config.sliding_window + headroom) * key_bytes(config)
+        if not ratio:
+            continue
+        look_back, width = (2 * ratio, 2) if ratio == 4 else (ratio, 1)
+        dims = config.head_dim + (config.index_head_dim if ratio == 4 else 0)
+        rows += (look_back + headroom) * width * dims * 2 * 4
+        entries += ceil(max_context / ratio) * key_bytes(config)
+        index_keys += ceil(max_context / ratio) * index_key_bytes(config) if ratio == 4 else 0
+    parts = (part * max_sessions for part in (windows, rows, entries, index_keys))
+    return MemoryPlan(weights, *parts, available, max_context, max_sessions)
+
+
+def check_plan(config: ModelConfig, plan: MemoryPlan, headroom: int) -> None:
+    """Raise CapacityError, saying what would fit, when the state cannot be held in the available memory."""
+    if plan.state <= plan.available:
+        return
+    fixed, per_position = (
+        make_plan(config, weights=0, max_context=n, max_sessions=plan.max_sessions, headroom=headroom, available=0).state
+        for n in (0, 1 << 20)
+    )
+    per_position = (per_position - fixed) / (1 << 20)
+    fits = int((plan.available - fixed) / per_position) if per_position and plan.available > fixed else 0
+    hint = f"a context of {fits} would fit" if fits else "no context fits with so many sessions of such chunks"
+    raise CapacityError(
+        f"memory: expected at most {plan.available / 1e9:.2f} GB for the state of {plan.max_sessions} session(s) of "
+        f"{plan.max_context} positions, found a need of {plan.state / 1e9:.2f} GB; {hint} "
+        "(set max_context, max_sessions or chunk)"
+    )

@@ -1,0 +1,53 @@
+"""Rows: the only way tokens enter the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import InputError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """T rows of one forward; a row is one token at one position of one sequence.
+
+    tokens, slots, positions: int32 [T]; rows of a slot are consecutive and their positions ascend by one.
+    wanted: int64 [n], ascending row numbers whose logits and main hidden the caller wants.
+    """
+
+    tokens: np.ndarray
+    slots: np.ndarray
+    positions: np.ndarray
+    wanted: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def of(cls, slot: int, start: int, tokens, wanted="last") -> Rows:
+        """Rows of one sequence from position `start`; wanted: "last", "all", "none" or row numbers."""
+        tokens = np.asarray(tokens, np.int32)
+        n = len(tokens)
+        named = {"last": [n - 1] if n else [], "all": range(n), "none": []}
+        if isinstance(wanted, str) and wanted not in named:
+            raise InputError(f"wanted: expected last, all, none or row numbers; found {wanted!r}")
+        wanted = np.array(list(named[wanted] if isinstance(wanted, str) else wanted), np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= n or np.any(np.diff(wanted) <= 0)):
+            raise InputError(f"wanted: expected ascending row numbers within 0..{n - 1}; found {wanted.tolist()}")
+        return cls(tokens, np.full(n, slot, np.int32), np.arange(start, start + n, dtype=np.int32), wanted)
+
+    @classmethod
+    def pack(cls, parts: list[Rows]) -> Rows:
+        """Rows of several sequences in one forward; each slot appears in one part only."""
+        slots = [int(p.slots[0]) for p in parts if len(p)]
+        if len(set(slots)) != len(slots):
+            raise InputError(f"rows: expected each slot once; found slots {slots}")
+        starts = np.cumsum([0] + [len(p) for p in parts])
+        return cls(
+            np.concatenate([p.tokens for p in parts]),
+            np.concatenate([p.slots for p in parts]),
+            np.concatenate([p.positions for p in parts]),
+            np.concatenate([p.wanted + s for p, s in zip(parts, starts)]),
+        )

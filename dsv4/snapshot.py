@@ -1,0 +1,78 @@
+"""Snapshots: a sequence's state on its own, in memory or in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .errors import StateError
+
+FORMAT = "dsv4-snapshot"
+VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """tokens int32 [length] consumed so far; arrays as Pool.export names them; identity of the checkpoint."""
+
+    identity: str
+    tokens: np.ndarray
+    arrays: dict[str, np.ndarray]
+
+    def checksum(self) -> str:
+        """sha256 over names, types, shapes and bytes."""
+        digest = hashlib.sha256(self.identity.encode())
+        for name, array in sorted({**self.arrays, "tokens": self.tokens}.items()):
+            digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+            digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a file at once or not at all: on any failure an older file of that name stays as it was."""
+        from safetensors.numpy import save
+
+        meta = {"format": FORMAT, "version": VERSION, "identity": self.identity, "checksum": self.checksum()}
+        data = save({**self.arrays, "tokens": self.tokens}, metadata=meta)
+        path = Path(path)
+        temporary = None
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+                temporary = Path(file.name)
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            raise StateError(f"snapshot {path}: expected to write {len(data)} bytes; {error.strerror or error}") from error
+        finally:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Snapshot:
+        """Read a file that save() wrote. Raises StateError for any other, and for a damaged one."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="numpy") as file:
+                meta = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}
+        except OSError as error:
+            raise StateError(f"snapshot {path}: expected a readable file; {error}") from error
+        except SafetensorError as error:
+            raise StateError(f"snapshot {path}: expected a whole snapshot file, found a damaged one ({error})") from error
+        if meta.get("format") != FORMAT:
+            raise StateError(f"snapshot {path}: expected a file of format {FORMAT}, found {meta.get('format')!r}")
+        if meta.get("version") != VERSION:
+            raise StateError(f"snapshot {path}: expected format version {VERSION}, found {meta.get('version')!r}")
+        if "tokens" not in arrays:
+            raise StateError(f"snapshot {path}: expected a tensor called tokens, found none")
+        snapshot = cls(meta.get("identity", ""), arrays.pop("tokens"), arrays)
+        if snapshot.checksum() != meta.get("checksum"):
+            raise StateError(f"snapshot {path}: expected checksum {meta.get('checksum')}, found damaged content")
+        return snapshot

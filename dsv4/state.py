@@ -1,0 +1,163 @@
+"""The pool: what all sequences keep, found by position.
+
+A position's key lies in a ring at position mod capacity, a completed entry in a page at position div ratio. Rows are
+visible by their position alone, so undoing a step means setting a length: nothing is ever shifted or erased.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import ceil, lcm
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .config import ModelConfig, rope_thetas
+from .errors import CapacityError
+from .ops import IndexCache, KeyCache, Ops, Ring
+
+PAGE_POSITIONS = 256  # at least; a page holds a whole number of entries of every ratio
+
+
+@dataclass
+class LayerState:
+    """What one layer keeps for all slots; the compressed parts are None where the layer has none."""
+
+    ratio: int
+    window: KeyCache  # ring: slots · window_capacity keys
+    ring: Ring | None = None  # slots · ring_capacity(ratio) compressor rows
+    entries: KeyCache | None = None  # pages · page_entries(ratio) keys
+    index_ring: Ring | None = None
+    index: IndexCache | None = None
+
+    def caches(self) -> dict[str, NamedTuple]:
+        """The parts that exist, by field name."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ratio"}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+class Pool:
+    """State of up to `slots` sequences of up to `max_context` positions.
+
+    headroom: rows a sequence may forward at once, and positions it may be rewound by. Every ring holds its look-back
+    plus the head-room, so that rows past an accepted prefix overwrite nothing that is still in sight.
+    """
+
+    def __init__(self, ops: Ops, config: ModelConfig, *, slots: int, max_context: int, headroom: int):
+        self.ops, self.config = ops, config
+        self.slots, self.max_context, self.headroom = slots, max_context, headroom
+        self.window = config.sliding_window
+        self.window_capacity = self.window + headroom
+        ratios = {r for r in config.compress_ratios if r}
+        unit = lcm(*ratios)
+        self.page_positions = unit * ceil(PAGE_POSITIONS / unit)
+        self.thetas = dict(zip((False, True), map(ops.vector, rope_thetas(config))))
+        pages_per_slot = ceil(max_context / self.page_positions)
+        self.pages = ops.table(np.zeros((slots, pages_per_slot), np.int32))
+        self._held = [0] * slots  # pages a slot holds
+        self._free_pages = list(range(slots * pages_per_slot - 1, -1, -1))
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self.layers = [self._layer(ratio) for ratio in config.compress_ratios]
+
+    def _layer(self, ratio: int) -> LayerState:
+        c, ops = self.config, self.ops
+        state = LayerState(ratio, ops.key_cache(self.slots * self.window_capacity, c.head_dim, c.qk_rope_head_dim))
+        if ratio:
+            entries = self.pages.size * self.page_entries(ratio)
+            state.ring = self._ring(ratio, c.head_dim)
+            state.entries = ops.key_cache(entries, c.head_dim, c.qk_rope_head_dim)
+            if ratio == 4:
+                state.index_ring = self._ring(ratio, c.index_head_dim)
+                state.index = ops.index_cache(entries, c.index_head_dim)
+        return state
+
+    def _ring(self, ratio: int, dim: int) -> Ring:
+        shape = (self.slots * self.ring_capacity(ratio), dim * (2 if ratio == 4 else 1))
+        return Ring(self.ops.zeros(shape, np.float32), self.ops.zeros(shape, np.float32))
+
+    # ------------------------------------------------------------------ places
+    def look_back(self, ratio: int) -> int:
+        """Positions, its own included, that an entry's last row pools over."""
+        return 2 * ratio if ratio == 4 else ratio
+
+    def ring_capacity(self, ratio: int) -> int:
+        return self.look_back(ratio) + self.headroom
+
+    def page_entries(self, ratio: int) -> int:
+        return self.page_positions // ratio
+
+    def window_place(self, slots: Any, positions: Any) -> Any:
+        return slots * np.int32(self.window_capacity) + positions % np.int32(self.window_capacity)
+
+    def ring_place(self, ratio: int, slots: Any, positions: Any) -> Any:
+        capacity = np.int32(self.ring_capacity(ratio))
+        return slots * capacity + positions % capacity
+
+    def entry_places(self, entries: Any, slots: Any, ratio: int) -> Any:
+        """entries int32 [T, n] of slots int32 [T] → cache places int32 [T, n]; −1 stays."""
+        return self.ops.entry_places(entries, slots, self.pages, self.page_entries(ratio))
+
+    # ------------------------------------------------------------------ slots and pages
+    def take_slot(self) -> int:
+        """A free slot. Raises CapacityError when all are in use."""
+        if not self._free_slots:
+            raise CapacityError(
+                f"sessions: expected at most {self.slots} open at once, all are in use; "
+                "close one or load with a larger max_sessions"
+            )
+        return self._free_slots.pop()
+
+    def free_slot(self, slot: int) -> None:
+        """Give back a slot and its pages."""
+        held, self._held[slot] = self._held[slot], 0
+        self._free_pages.extend(int(page) for page in self.pages[slot, :held][::-1])
+        self._free_slots.append(slot)
+
+    def reserve(self, slot: int, length: int) -> None:
+        """Have pages for `length` positions of a slot. length ≤ max_context."""
+        while self._held[slot] * self.page_positions < length:
+            self.pages[slot, self._held[slot]] = self._free_pages.pop()
+            self._held[slot] += 1
+
+    # ------------------------------------------------------------------ copies
+    def _live(self, state: LayerState, part: str, slot: int, length: int) -> np.ndarray:
+        """Cache places of what a sequence of `length` positions can still see of one part, ascending positions."""
+        if part in ("entries", "index"):
+            entries = np.arange(length // state.ratio, dtype=np.int32)[None]
+            return self.entry_places(self.ops.table(entries), self.ops.table(np.array([slot], np.int32)), state.ratio)[0]
+        back = self.window if part == "window" else self.look_back(state.ratio)
+        positions = np.arange(max(0, length - back), length, dtype=np.int32)
+        slots = np.int32(slot)
+        return self.window_place(slots, positions) if part == "window" else self.ring_place(state.ratio, slots, positions)
+
+    def export(self, slot: int, length: int) -> dict[str, np.ndarray]:
+        """What a sequence of `length` positions keeps, by "layer.part.array"; independent of where it lay."""
+        out = {}
+        for number, state in enumerate(self.layers):
+            for part, cache in state.caches().items():
+                where = self._live(state, part, slot, length)
+                for name, array in zip(cache._fields, cache):
+                    out[f"{number}.{part}.{name}"] = self.ops.to_host(array[where])
+        return out
+
+    def restore(self, slot: int, length: int, arrays: dict[str, np.ndarray]) -> None:
+        """Put an export of the same length into a slot."""
+        self.reserve(slot, length)
+        for number, state in enumerate(self.layers):
+            for part, cache in state.caches().items():
+                where = self._live(state, part, slot, length)
+                for name, array in zip(cache._fields, cache):
+                    array[where] = arrays[f"{number}.{part}.{name}"]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Make slot `target` equal to slot `source`: whole rings, head-room included, and the entries so far."""
+        self.reserve(target, length)
+        for state in self.layers:
+            for part, cache in state.caches().items():
+                if part in ("entries", "index"):
+                    to, of = (self._live(state, part, slot, length) for slot in (target, source))
+                else:
+                    n = len(cache[0]) // self.slots
+                    to, of = (slice(slot * n, (slot + 1) * n) for slot in (target, source))
+                for array in cache:
+                    array[to] = array[of]

@@ -1,0 +1,89 @@
+"""Step: what one forward needs to know about its rows, worked out once for all layers."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .ops import Ops, Rope
+from .rows import Rows
+
+
+class Compression(NamedTuple):
+    """The rows of a step as a compressor of one ratio sees them."""
+
+    where: Any  # int32 [T]    place of each row in the compressor's ring
+    done_slots: Any  # int32 [n]    the entries these rows complete: slot,
+    done: Any  # int32 [n]    entry number,
+    done_places: Any  # int32 [n]    cache place,
+    done_rope: Rope  # rotation at the entry's position, entry · ratio
+    visible: Any  # int32 [T]    row t sees entries 0 .. visible[t]−1
+
+
+class Step:
+    """Rows with their places in the pool and their rotations.
+
+    tokens, slots, positions: int32 [T]; window_where int32 [T]: where each row's key goes; window_places
+    int32 [T, W]: the keys each row sees, ascending positions, −1 before the sequence's start.
+    """
+
+    def __init__(self, ops: Ops, pool, rows: Rows):
+        self.ops, self.pool, self.rows = ops, pool, rows
+        self.tokens = ops.table(rows.tokens)
+        self.slots = ops.table(rows.slots)
+        self.positions = ops.table(rows.positions)
+        self._compression: dict[int, Compression] = {}
+        self._all_places: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def window_where(self):
+        return self.ops.table(self.pool.window_place(self.rows.slots, self.rows.positions))
+
+    @cached_property
+    def window_places(self):
+        span = np.arange(1 - self.pool.window, 1, dtype=np.int32)
+        seen = self.rows.positions[:, None] + span
+        places = self.pool.window_place(self.rows.slots[:, None], seen)
+        places[seen < 0] = -1
+        return self.ops.table(places)
+
+    @cached_property
+    def _ropes(self) -> dict[bool, Rope]:
+        return {kind: self.ops.rope_angles(self.positions, theta) for kind, theta in self.pool.thetas.items()}
+
+    def rope(self, ratio: int) -> Rope:
+        """Rotation of the rows in a layer of this ratio: plain in window-only layers, YaRN in compressed ones."""
+        return self._ropes[ratio > 0]
+
+    def compression(self, ratio: int) -> Compression:
+        if ratio not in self._compression:
+            self._compression[ratio] = self._compress(ratio)
+        return self._compression[ratio]
+
+    def _compress(self, ratio: int) -> Compression:
+        ops, pool, rows = self.ops, self.pool, self.rows
+        complete = np.flatnonzero((rows.positions + 1) % ratio == 0)
+        slots = ops.table(rows.slots[complete])
+        done = rows.positions[complete] // ratio
+        return Compression(
+            where=ops.table(pool.ring_place(ratio, rows.slots, rows.positions)),
+            done_slots=slots,
+            done=ops.table(done),
+            done_places=pool.entry_places(ops.table(done[:, None]), slots, ratio)[:, 0],
+            done_rope=ops.rope_angles(ops.table(done * np.int32(ratio)), pool.thetas[True]),
+            visible=ops.table((rows.positions + 1) // np.int32(ratio)),
+        )
+
+    def all_places(self, ratio: int):
+        """Places of every entry each row may see: int32 [T, n], ascending entries, −1 beyond the visible ones."""
+        if ratio not in self._all_places:
+            visible = (self.rows.positions + 1) // ratio
+            entries = np.arange(visible.max(initial=0), dtype=np.int32)
+            entries = np.where(entries < visible[:, None], entries, np.int32(-1))
+            self._all_places[ratio] = self.pool.entry_places(self.ops.table(entries), self.slots, ratio)
+        return self._all_places[ratio]
