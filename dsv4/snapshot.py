@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from .errors import StateError
+from .files import replacing
 
 FORMAT = "dsv4-snapshot"
 VERSION = "1"
@@ -38,20 +37,13 @@ class Snapshot:
 
         meta = {"format": FORMAT, "version": VERSION, "identity": self.identity, "checksum": self.checksum()}
         data = save({**self.arrays, "tokens": self.tokens}, metadata=meta)
-        path = Path(path)
-        temporary = None
         try:
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-                temporary = Path(file.name)
+            with replacing(path) as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
         except OSError as error:
-            raise StateError(f"snapshot {path}: expected to write {len(data)} bytes; {error.strerror or error}") from error
-        finally:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
+            raise StateError(
+                f"snapshot {path}: expected to write {len(data)} bytes, found: {error.strerror or error}"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Snapshot:

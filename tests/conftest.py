@@ -31,3 +31,23 @@ def tiny_root(tmp_path_factory) -> Path:
     for name in CONFIGS:
         write(str(root), name)
     return root
+
+
+@pytest.fixture(scope="session")
+def checkpoint_dir(nano_dir, tiny_root):
+    """checkpoint_dir(name): the directory of nano or of a tiny checkpoint."""
+    return lambda name: nano_dir if name == "nano" else tiny_root / name
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint_dir):
+    """engine(name, **settings): a loaded engine, shared by all tests that ask for the same one."""
+    loaded = {}
+
+    def get(name: str, **settings):
+        key = (name, *sorted(settings.items()))
+        if key not in loaded:
+            loaded[key] = dsv4.Engine.load(checkpoint_dir(name), **settings)
+        return loaded[key]
+
+    return get

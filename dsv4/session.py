@@ -1,0 +1,152 @@
+"""Session: one sequence on a loaded engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Callable, Sequence
+
+import numpy as np
+
+from .errors import CapacityError, InputError, StateError
+from .model import Output
+from .rows import Rows
+from .snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Session:
+    """The tokens of one sequence and the state that follows from them. Use as a context manager, or close()."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.slot: int | None = engine.pool.take_slot()
+        self.tokens: list[int] = []
+        self._oldest = 0  # the earliest position, 0 apart, that rewind can still reach
+
+    @property
+    def position(self) -> int:
+        """Tokens consumed: the next token goes to this position."""
+        return len(self.tokens)
+
+    def rows(self, tokens: Sequence[int] | np.ndarray, wanted="last") -> Rows:
+        """The next tokens as rows, checked. wanted: "last", "all", "none" or row numbers.
+
+        Raises InputError for token ids out of range or too many rows, CapacityError beyond the context.
+        """
+        if self.slot is None:
+            raise StateError("session: expected an open session, found a closed one")
+        engine = self.engine
+        ids = check_tokens(tokens, engine.config.vocab_size)
+        if not 0 < len(ids) <= engine.pool.headroom:
+            raise InputError(
+                f"forward: expected 1..{engine.pool.headroom} tokens at once, found {len(ids)}; prefill() cuts longer ones"
+            )
+        if self.position + len(ids) > engine.max_context:
+            raise CapacityError(
+                f"context: expected at most {engine.max_context} positions, "
+                f"found {self.position} used and {len(ids)} more; load with a larger max_context"
+            )
+        return Rows.of(self.slot, self.position, ids, wanted)
+
+    def advance(self, rows: Rows) -> None:
+        """Count rows as consumed, after the forward that ran them."""
+        self.tokens.extend(rows.tokens.tolist())
+
+    def forward(self, tokens: Sequence[int] | np.ndarray, wanted="last") -> Output:
+        """Run the next tokens through the model: logits [n, vocab] and main hidden of the n wanted rows."""
+        rows = self.rows(tokens, wanted)
+        # Before the forward: one that is cut short may have written over what a deeper rewind would need.
+        self._oldest = max(self._oldest, self.position + len(rows) - self.engine.pool.headroom)
+        self.engine.pool.reserve(self.slot, self.position + len(rows))
+        output = self.engine.forward(rows)
+        self.advance(rows)
+        return output
+
+    def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
+        """Run a prompt in chunks → logits [vocab] after its last token. progress(done, total) after every chunk."""
+        tokens = check_tokens(tokens, self.engine.config.vocab_size)
+        if not len(tokens):
+            raise InputError("prompt: expected at least one token, found none")
+        if self.position + len(tokens) > self.engine.max_context:
+            raise CapacityError(
+                f"prompt: expected at most {self.engine.max_context - self.position} tokens in a context of "
+                f"{self.engine.max_context}, found {len(tokens)}; shorten it or load with a larger max_context"
+            )
+        chunk = self.engine.chunk
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
+            output = self.forward(part, "last" if start + chunk >= len(tokens) else "none")
+            if progress:
+                progress(start + len(part), len(tokens))
+        return output.logits[0]
+
+    def decode(self, token: int) -> np.ndarray:
+        """Run one token → logits [vocab] for the next."""
+        return self.forward([token]).logits[0]
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens from `position` on, as if they had never been run.
+
+        Any position within the head-room (the chunk length) of the furthest one is reachable, and 0 always is.
+        """
+        if not 0 <= position <= self.position:
+            raise StateError(f"rewind: expected a position within 0..{self.position}, found {position}")
+        if position and position < self._oldest:
+            raise StateError(f"rewind: expected 0 or a position of at least {self._oldest}, found {position}")
+        if position == 0:
+            self._oldest = 0
+        del self.tokens[position:]
+
+    def fork(self) -> Session:
+        """A second session in the same state; the two go on independently."""
+        other = Session(self.engine)
+        self.engine.pool.copy(self.slot, other.slot, self.position)
+        other.tokens, other._oldest = list(self.tokens), self._oldest
+        return other
+
+    def snapshot(self) -> Snapshot:
+        """This state on its own, to restore later, elsewhere or from a file."""
+        arrays = self.engine.pool.export(self.slot, self.position)
+        return Snapshot(self.engine.identity, np.array(self.tokens, np.int32), arrays)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Become what the snapshot holds. Raises StateError for another checkpoint's, CapacityError for a longer one."""
+        if snapshot.identity != self.engine.identity:
+            raise StateError(
+                f"snapshot: expected one of checkpoint {self.engine.identity[:12]}, found {snapshot.identity[:12]}"
+            )
+        length = len(snapshot.tokens)
+        if length > self.engine.max_context:
+            raise CapacityError(
+                f"snapshot: expected at most {self.engine.max_context} positions, found {length}; "
+                "load with a larger max_context"
+            )
+        self.engine.pool.restore(self.slot, length, snapshot.arrays)
+        self.tokens = snapshot.tokens.tolist()
+        self._oldest = length  # a snapshot holds the last window only
+
+    def close(self) -> None:
+        """Give the slot back. Closing twice is fine."""
+        if self.slot is not None:
+            self.engine.pool.free_slot(self.slot)
+            self.slot = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+
+def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
+    """tokens as int32 [n]; raises InputError for anything that is not a list of ids within the vocabulary."""
+    ids = np.asarray(tokens)
+    if ids.size == 0:
+        return np.zeros(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InputError(f"tokens: expected a flat list of token ids, found {ids.dtype} of shape {ids.shape}")
+    if ids.min() < 0 or ids.max() >= vocab:
+        bad = ids[(ids < 0) | (ids >= vocab)][0]
+        raise InputError(f"tokens: expected ids within 0..{vocab - 1}, found {bad}")
+    return ids.astype(np.int32)

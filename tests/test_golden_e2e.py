@@ -1,0 +1,127 @@
+"""The whole model against what an independent implementation computed: prefill, then 44 forced decode steps."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+from compare import rel_l2, rel_l2_rows
+from ops_cases import NoQuantOps
+from safetensors import safe_open
+
+from dsv4.checkpoint import Checkpoint
+from dsv4.comm import Single
+from dsv4.config import ModelConfig
+from dsv4.model import Model
+from dsv4.ops import open_ops
+from dsv4.rows import Rows
+from dsv4.state import Pool
+from dsv4.step import Step
+from dsv4.weights import load_weights
+
+CHECKPOINTS = ["nano", "tiny-m", "tiny-tp", "tiny-a", "tiny-b"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder(Model):
+    """The model, keeping every layer's output of its last forward."""
+
+    blocks: list = dataclasses.field(default_factory=list)
+
+    def forward(self, step, pool):
+        self.blocks.clear()
+        return super().forward(step, pool)
+
+    def block(self, w, h, step, state):
+        h = super().block(w, h, step, state)
+        self.blocks.append(h)
+        return h
+
+
+def open_model(directory, ops, **changes) -> Recorder:
+    """The model on a backend; `changes` replace fields of the config."""
+    config = ModelConfig.load(directory)
+    weights = load_weights(Checkpoint(directory), dataclasses.replace(config, **changes), ops)
+    return Recorder(dataclasses.replace(config, **changes), weights, ops, Single())
+
+
+def golden(golden_dir, name, mode) -> dict:
+    """{prompt length: {array name: array}}; bf16 arrays as float32."""
+    out: dict = {}
+    with safe_open(golden_dir / f"e2e.{name}.{mode}.safetensors", framework="numpy") as file:
+        for key in file.keys():
+            length, field = re.fullmatch(r"p(\d+)\.(.*)", key).groups()
+            array = file.get_tensor(key)
+            out.setdefault(int(length), {})[field] = array.astype(np.float32) if array.dtype.kind not in "iu" else array
+    return out
+
+
+def run_prompt(model, case):
+    """Prefill and forced decode → logits [45, V], main hidden [45, ·], layers' outputs at the prompt's last row."""
+    prompt, tokens = case["prompt"], case["tokens"]
+    length = len(prompt)
+    pool = Pool(model.ops, model.config, slots=1, max_context=length + len(tokens), headroom=max(length, 1))
+    slot = pool.take_slot()
+    pool.reserve(slot, length + len(tokens))
+    outputs = [model.forward(Step(model.ops, pool, Rows.of(slot, 0, prompt)), pool)]
+    block = np.stack([h[-1] for h in model.blocks])
+    for i, token in enumerate(tokens[:-1]):
+        outputs.append(model.forward(Step(model.ops, pool, Rows.of(slot, length + i, [token])), pool))
+    return np.concatenate([o.logits for o in outputs]), np.concatenate([o.main_hidden for o in outputs]), block
+
+
+def expected(case):
+    logits = np.concatenate([case["prefill_logits"][None], case["logits"]])
+    hidden = np.concatenate([case["prefill_main_hidden_last"][None], case["main_hidden"]])
+    return logits, hidden, case["prefill_block"]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_mathematics_with_the_quantisers_off(name, checkpoint_dir, golden_dir):
+    model = open_model(checkpoint_dir(name), NoQuantOps())
+    for length, case in golden(golden_dir, name, "noq").items():
+        logits, hidden, block = expected(case)
+        found, found_hidden, found_block = run_prompt(model, case)
+        assert rel_l2_rows(found, logits).max() <= 1e-5, length
+        assert rel_l2_rows(found_hidden, hidden).max() <= 1e-5, length
+        assert rel_l2_rows(found_block, block).max() <= 1e-5, length
+        assert np.array_equal(found.argmax(1), logits.argmax(1)), length
+
+
+def measure(model, cases):
+    """rel_l2 of every step, and (agrees, golden's margin) of every argmax."""
+    errors, agree, margins = [], [], []
+    for case in cases.values():
+        logits, _, _ = expected(case)
+        found, _, _ = run_prompt(model, case)
+        errors.append(rel_l2_rows(found, logits))
+        agree.append(found.argmax(1) == logits.argmax(1))
+        margins.append(case["margins"])
+    return np.concatenate(errors), np.concatenate(agree), np.concatenate(margins)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_as_users_run_it(name, backend, checkpoint_dir, golden_dir):
+    stats = json.loads((golden_dir / f"stats.{name}.json").read_text())
+    errors, agree, margins = measure(
+        open_model(checkpoint_dir(name), open_ops(backend, threads=2)), golden(golden_dir, name, "fp32")
+    )
+    assert len(errors) == stats["bf16"]["steps"]
+    assert np.median(errors) <= 3 * max(stats["fp32_acc64"]["step_median"], 1e-6)
+    assert np.quantile(errors, 0.9) <= stats["bf16"]["step_p90"]
+    assert errors.max() <= 3 * stats["bf16"]["step_max"]
+    clear = margins > (stats["bf16"]["largest_margin_flipped"] or 0.3)
+    assert clear.sum() > len(clear) // 4
+    assert agree[clear].all(), f"diverged at margins {margins[clear & ~agree]}"
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_report_against_bf16_numerics(name, checkpoint_dir, golden_dir, record_property):
+    """We do not round as they do: the distance is reported, and only has to be that of another rounding."""
+    errors, agree, _ = measure(
+        open_model(checkpoint_dir(name), open_ops("cpu", threads=2)), golden(golden_dir, name, "bf16")
+    )
+    record_property("bf16", f"median {np.median(errors):.2e}, max {errors.max():.2e}, argmax {agree.mean():.3f}")
+    assert np.isfinite(errors).all() and np.median(errors) < 0.1
