@@ -1,0 +1,88 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""The compiled kernels of the CPU backend: thin bindings. Shapes and errors are the business of dsv4/ops/cpu*.py
+except where a wrong one would touch memory: those are checked here."""
+
+from __future__ import annotations
+
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t
+
+import numpy as np
+
+from dsv4.errors import BackendError, ConfigError
+
+cdef object empty = np.empty
+cdef object float32 = np.float32
+
+
+cdef extern from "team.h" nogil:
+    ctypedef void (*team_fn)(void *args, int tid, int n) noexcept nogil
+    int team_run(int n, team_fn fn, void *args)
+    enum: TEAM_MAX
+
+
+cdef extern from "kernels.h" nogil:
+    cdef struct kernels:
+        const char *name
+        team_fn linear
+        team_fn swiglu
+        void (*deinterleave)(const float *x, float *y, int64_t n) noexcept nogil
+    const kernels *kernels_find(const char *isa)
+
+
+cdef class Team:
+    """How many threads compute and with which instruction set: the first argument of every kernel."""
+
+    cdef const kernels *kernels
+    cdef readonly int threads
+
+    def __init__(self, int threads, isa=None):
+        """threads 1..256; isa "scalar", "avx2", "avx512" or None for the best this machine has."""
+        if not 1 <= threads <= TEAM_MAX:
+            raise ConfigError(f"threads: expected 1 to {TEAM_MAX}, found {threads}")
+        name = None if isa is None else isa.encode()
+        self.kernels = kernels_find(NULL if name is None else <const char *>name)
+        if self.kernels is NULL:
+            raise BackendError(f"instruction set {isa!r}: this machine offers {', '.join(instruction_sets())}")
+        self.threads = threads
+
+    @property
+    def isa(self):
+        return self.kernels.name.decode()
+
+    cdef int run(self, team_fn fn, void *args, int threads) except -1:
+        """Run a kernel on `threads` threads (1: on the caller's own), without the GIL."""
+        cdef int error
+        with nogil:
+            error = team_run(threads, fn, args)
+        if error:
+            raise BackendError(f"cannot start {threads} threads (error {error}): lower the number of threads")
+        return 0
+
+    cdef int share(self, double work) noexcept:
+        """Threads worth waking for `work` multiply-adds: below some microseconds a second one costs more than it gives."""
+        return self.threads if work >= 100e3 else 1
+
+
+def instruction_sets() -> list:
+    """The instruction sets this machine and build can run, plainest first."""
+    return [isa for isa in ("scalar", "avx2", "avx512") if kernels_find(isa.encode()) is not NULL]
+
+
+cdef class Buffer:
+    """A C-contiguous array held by pointer; its memory stays alive and in place as long as this object does."""
+
+    cdef Py_buffer view
+    cdef bint held
+
+    def __cinit__(self, array, bint writable=False):
+        PyObject_GetBuffer(array, &self.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0))
+        self.held = True
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.view)
+
+
+include "gemm.pxi"
+include "rows.pxi"

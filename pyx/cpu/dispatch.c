@@ -1,0 +1,30 @@
+/* Which instruction set runs: the widest that the processor has, or the one that was asked for. */
+#include "kernels.h"
+#include <string.h>
+
+static int has(const char *isa)
+{
+    if (!strcmp(isa, "scalar")) return 1;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (!strcmp(isa, "avx2")) return avx2;
+    if (!strcmp(isa, "avx512"))
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return 0;
+}
+
+const struct kernels *kernels_find(const char *isa)
+{
+    static const struct kernels *const tables[] = {
+#if defined(__x86_64__)
+        &kernels_avx512, &kernels_avx2,
+#endif
+        &kernels_scalar,
+    };
+    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
+        if ((!isa || !strcmp(isa, tables[i]->name)) && has(tables[i]->name)) return tables[i];
+    return NULL;
+}

@@ -1,0 +1,56 @@
+/* The table of compiled kernels: one per instruction set, the same bits in all of them.
+ *
+ * A kernel has the signature of team_fn: it is run by n threads with the same arguments and takes its share by tid.
+ * Argument structs are declared here; the bodies are in the headers that kernels_body.h includes.
+ */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include "team.h"
+
+enum format { FORMAT_FP8, FORMAT_FP4, FORMAT_BF16, FORMAT_F32 };
+
+/* A linear's weights, row-major [n, k] as in the checkpoint; any alignment. */
+struct matrix {
+    enum format format;
+    int64_t n, k;
+    const uint8_t *weight;
+    const uint8_t *scale;  /* FP8 [ceil(n/128), ceil(k/128)], FP4 [n, k/32], else unused */
+    int64_t weight_stride; /* bytes from one output to the next */
+    int64_t scale_stride;  /* bytes from one row of scales to the next */
+};
+
+/* y[t, g·r + j] = Σ_k w[g·r + j, k] · x[t, g·k + ..]: groups 1 is an ordinary linear; r = w.n / groups */
+struct linear_args {
+    const struct matrix *w;
+    const float *x; /* [rows, groups · w.k]; for FP4 every 32 values deinterleaved: the 16 even k, then the 16 odd */
+    float *y;       /* [rows, w.n] */
+    int64_t rows;
+    int groups;
+    int slices; /* of k, added as a binary tree: 1, 2, 4 or 8 */
+};
+
+struct swiglu_args {
+    const float *g, *u; /* [rows, n] */
+    const float *weight; /* [rows] or NULL */
+    float *y;
+    int64_t rows, n;
+    float limit; /* 0: none */
+};
+
+#include "rows_args.h"
+
+struct kernels {
+    const char *name;
+    team_fn linear;
+    team_fn swiglu;
+    void (*deinterleave)(const float *x, float *y, int64_t n); /* n a multiple of 32 */
+#define ROW_KERNEL(name) team_fn name;
+#include "rows_kernels.h"
+#undef ROW_KERNEL
+};
+
+extern const struct kernels kernels_scalar, kernels_avx2, kernels_avx512;
+
+/* The table called "scalar", "avx2" or "avx512", NULL where this machine or build lacks it; NULL names the best one. */
+const struct kernels *kernels_find(const char *isa);

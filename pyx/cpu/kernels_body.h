@@ -1,0 +1,23 @@
+/* What each kernels_<set>.c compiles: the bodies and the table. SET names the instruction set. */
+#include "kernels.h"
+#include "simd_math.h"
+
+#define JOIN2(a, b) a##_##b
+#define JOIN(a, b) JOIN2(a, b)
+#define FN(name) JOIN(name, SET)
+#define TEXT2(a) #a
+#define TEXT(a) TEXT2(a)
+
+#include "gemm.h"
+#include "moe.h"
+#include "rows.h"
+
+const struct kernels JOIN(kernels, SET) = {
+    .name = TEXT(SET),
+    .linear = FN(linear),
+    .swiglu = FN(swiglu),
+    .deinterleave = FN(deinterleave),
+#define ROW_KERNEL(name) .name = FN(name),
+#include "rows_kernels.h"
+#undef ROW_KERNEL
+};

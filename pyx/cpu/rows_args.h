@@ -1,0 +1,2 @@
+/* Argument structs of the row kernels. */
+#pragma once

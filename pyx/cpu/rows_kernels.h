@@ -1,0 +1,1 @@
+/* Every row kernel by name: ROW_KERNEL(name), one per line; its body is FN(name). */

@@ -1,0 +1,99 @@
+/* The v16 operations on AVX-512 (F, BW, DQ, VL): one register. Meanings: simd_scalar.h. */
+#pragma once
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef __m512 v16;
+typedef __m512i v16i;
+
+static inline v16 v16_set1(float x) { return _mm512_set1_ps(x); }
+static inline v16 v16_zero(void) { return _mm512_setzero_ps(); }
+static inline v16 v16_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void v16_store(float *p, v16 x) { _mm512_storeu_ps(p, x); }
+static inline v16 v16_load_n(const float *p, int n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
+static inline void v16_store_n(float *p, v16 x, int n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), x); }
+
+static inline v16 v16_add(v16 x, v16 y) { return _mm512_add_ps(x, y); }
+static inline v16 v16_sub(v16 x, v16 y) { return _mm512_sub_ps(x, y); }
+static inline v16 v16_mul(v16 x, v16 y) { return _mm512_mul_ps(x, y); }
+static inline v16 v16_div(v16 x, v16 y) { return _mm512_div_ps(x, y); }
+static inline v16 v16_min(v16 x, v16 y) { return _mm512_min_ps(x, y); }
+static inline v16 v16_max(v16 x, v16 y) { return _mm512_max_ps(x, y); }
+static inline v16 v16_sqrt(v16 x) { return _mm512_sqrt_ps(x); }
+static inline v16 v16_abs(v16 x) { return _mm512_abs_ps(x); }
+static inline v16 v16_round(v16 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline v16 v16_fma(v16 x, v16 y, v16 z) { return _mm512_fmadd_ps(x, y, z); }
+static inline v16 v16_select_lt(v16 x, v16 y, v16 s, v16 t)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), t, s);
+}
+
+static inline float v16_sum(v16 x)
+{
+    __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+static inline float v16_hmax(v16 x)
+{
+    __m256 a = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+}
+
+static inline v16i v16_bits(v16 x) { return _mm512_castps_si512(x); }
+static inline v16 v16i_float(v16i x) { return _mm512_castsi512_ps(x); }
+static inline v16 v16i_to_float(v16i x) { return _mm512_cvtepi32_ps(x); }
+static inline v16i v16_to_int(v16 x) { return _mm512_cvtps_epi32(x); }
+static inline v16i v16i_set1(int32_t x) { return _mm512_set1_epi32(x); }
+static inline v16i v16i_add(v16i x, v16i y) { return _mm512_add_epi32(x, y); }
+static inline v16i v16i_sub(v16i x, v16i y) { return _mm512_sub_epi32(x, y); }
+static inline v16i v16i_and(v16i x, v16i y) { return _mm512_and_si512(x, y); }
+static inline v16i v16i_or(v16i x, v16i y) { return _mm512_or_si512(x, y); }
+static inline v16i v16i_max(v16i x, v16i y) { return _mm512_max_epi32(x, y); }
+static inline v16i v16i_shl(v16i x, int n) { return _mm512_slli_epi32(x, (unsigned)n); }
+static inline v16i v16i_shr(v16i x, int n) { return _mm512_srli_epi32(x, (unsigned)n); }
+static inline v16i v16i_load_u8(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+static inline void v16i_store_u8(uint8_t *p, v16i x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x)); }
+static inline void v16i_store_u16(uint16_t *p, v16i x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x)); }
+
+static inline v16 v16_bf16(const uint16_t *p)
+{
+    __m512i h = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(h, 16));
+}
+
+/* e4m3's bits moved to the place of a half's are the value / 256, subnormals included */
+static inline v16 v16_e4m3_raw(const uint8_t *p)
+{
+    __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(h, _mm256_set1_epi16((short)0xbf80)));
+}
+static inline v16 v16_e4m3(const uint8_t *p)
+{
+    v16 r = _mm512_mul_ps(v16_e4m3_raw(p), _mm512_set1_ps(256.0f));
+    /* only the NaN codes decode to ±480: |r| < 480 is kept */
+    return v16_select_lt(v16_abs(r), v16_set1(480.0f), r, v16_set1(NAN));
+}
+
+static inline void v16_e2m1(const uint8_t *p, float scale, v16 *even, v16 *odd)
+{
+    /* the permutation looks at the low four bits of an index only */
+    const __m512 value = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6);
+    const __m512 table = _mm512_mul_ps(value, _mm512_set1_ps(scale));
+    __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    *even = _mm512_permutexvar_ps(bytes, table);
+    *odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
+}
+
+static inline void v16_deinterleave(const float *p, v16 *even, v16 *odd)
+{
+    const __m512i index = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    __m512 x = _mm512_loadu_ps(p), y = _mm512_loadu_ps(p + 16);
+    *even = _mm512_permutex2var_ps(x, index, y);
+    *odd = _mm512_permutex2var_ps(x, _mm512_add_epi32(index, _mm512_set1_epi32(1)), y);
+}
