@@ -59,7 +59,7 @@ class Engine:
         max_context = run.context(config)
         plan = make_plan(
             config,
-            weights=checkpoint.nbytes,
+            weights=checkpoint.total_bytes,
             max_context=max_context,
             max_sessions=run.max_sessions,
             headroom=run.chunk,
