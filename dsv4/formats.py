@@ -107,7 +107,7 @@ def e2m1_pack(codes: np.ndarray) -> np.ndarray:
 
 def e2m1_unpack(packed: np.ndarray) -> np.ndarray:
     """Bytes [..., K/2] → codes [..., K]."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 # ---------------------------------------------------------------------------------------------- quantisers
@@ -172,7 +172,7 @@ def fp4_act_quant(x: np.ndarray, block: int = FP4_BLOCK) -> tuple[np.ndarray, np
 
 def fp4_act_dequant(packed: np.ndarray, scale: np.ndarray, block: int = FP4_BLOCK) -> np.ndarray:
     """What fp4_act_quant's bytes [..., K/2] and scale bytes stand for: float32 [..., K]."""
-    return _apply_scale(E2M1_PAIR[packed].reshape(*packed.shape[:-1], -1), scale, block)
+    return _apply_scale(E2M1_PAIR[packed].reshape(*packed.shape[:-1], 2 * packed.shape[-1]), scale, block)
 
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -204,7 +204,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     y = np.asarray(x, np.float64)
     half = n // 2
     while half:
-        pairs = y.reshape(*x.shape[:-1], -1, 2, half)
+        pairs = y.reshape(*x.shape[:-1], n // (2 * half), 2, half)
         y = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2)
         half //= 2
     return (y.reshape(x.shape) * n**-0.5).astype(np.float32)
