@@ -13,7 +13,7 @@ import math
 import mmap
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 _POINTER = b"version https://git-lfs"
+_CHUNK = 1 << 24  # elements whose values are checked at a time
 _SMALL = 64 * 1024  # identity: tensors up to this many bytes count in full,
 _SAMPLES = 512  # and this many of the larger ones by a few bytes
 
@@ -126,6 +127,25 @@ class Checkpoint:
             array.flags.writeable = False
         return array
 
+    def check_values(self, name: str, below: int = 0) -> None:
+        """Raises CheckpointError if the tensor holds a NaN, an infinity or, of integers, one outside 0..below−1.
+
+        Reads the whole tensor. fp4 codes (I8) are all valid and pass unread.
+        """
+        info, fault = self.info(name), _faults(below).get(self.info(name).dtype)
+        if fault is None:
+            return
+        wrong, expectation = fault
+        flat = self.view(name).reshape(-1)
+        for start in range(0, flat.size, _CHUNK):
+            found = wrong(flat[start : start + _CHUNK])
+            if found.any():
+                at = start + int(found.argmax())
+                raise CheckpointError(
+                    f"{self.directory / info.shard}: {name}: expected {expectation}, "
+                    f"found {flat[at]} at element {at} (stored {info.dtype})"
+                )
+
     def close(self) -> None:
         """Forget the maps; arrays already handed out keep theirs alive."""
         self._maps.clear()
@@ -148,6 +168,17 @@ class Checkpoint:
             row = self.view(name).reshape(-1)
             digest.update(row[row.size // 2 :][:64].tobytes())
         return digest.hexdigest()
+
+
+def _faults(below: int) -> dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]]:
+    """dtype → what marks its bad values, and what is expected instead."""
+    return {
+        "F8_E8M0": (lambda x: x == 0xFF, "no NaN (0xFF) scale"),
+        "F8_E4M3": (lambda x: (x & 0x7F) == 0x7F, "no NaN (0x7F, 0xFF) code"),
+        "BF16": (lambda x: (x & 0x7F80) == 0x7F80, "finite values"),
+        "F32": (lambda x: ~np.isfinite(x), "finite values"),
+        "I64": (lambda x: (x < 0) | (x >= below), f"integers below {below}"),
+    }
 
 
 def _read_json(path: Path) -> Any:
@@ -228,7 +259,7 @@ def _tensor_info(path: Path, tensor: str, entry: Any, shard: str, data: int) -> 
         numbers = (*shape, begin, end)
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(f"{path}: {tensor}: expected dtype, shape and data_offsets, found {entry!r}") from None
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{path}: {tensor}: unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
     if any(type(number) is not int or number < 0 for number in numbers):
         raise CheckpointError(f"{path}: {tensor}: expected integers >= 0 in shape and data_offsets, found {entry!r}")
