@@ -1,0 +1,74 @@
+"""The engine's own speed: prefill of prompts, and decoding after contexts of several lengths."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..engine import Engine
+from ..errors import InputError
+from ..sampling import SamplingParams, sample
+from . import machine
+
+CONTEXTS = (128, 512, 2048, 8000)
+GREEDY = SamplingParams(temperature=0)
+
+
+def prompt(vocab: int, length: int) -> list[int]:
+    """`length` token ids, random but the same on every run: routing and the indexer choose among everything."""
+    return np.random.default_rng(length).integers(0, vocab, length).tolist()
+
+
+def prefill(engine: Engine, length: int, repeats: int) -> dict:
+    """Median time to consume a prompt of `length` tokens and know what follows it."""
+    tokens = prompt(engine.config.vocab_size, length)
+    seconds = []
+    for _ in range(repeats):
+        with engine.session() as session:
+            start = time.perf_counter()
+            session.prefill(tokens)
+            seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds)
+    return {"name": "prefill", "tokens": length, "seconds": median, "tokens_per_s": length / median}
+
+
+def decode(engine: Engine, context: int, steps: int) -> dict:
+    """Median time of one greedy token, sampling included, over `steps` tokens after `context` others."""
+    seconds = []
+    with engine.session() as session:
+        logits = session.prefill(prompt(engine.config.vocab_size, context))
+        for _ in range(steps):
+            start = time.perf_counter()
+            logits = session.decode(sample(logits, GREEDY, session.position))
+            seconds.append(time.perf_counter() - start)
+    median, slow = statistics.median(seconds), float(np.quantile(seconds, 0.9))
+    return {"name": "decode", "tokens": context, "seconds": median, "seconds_p90": slow, "tokens_per_s": 1 / median}
+
+
+def measure(
+    model: str, settings: dict, contexts: Sequence[int] | None, repeats: int, steps: int, progress: Callable | None = None
+) -> list[dict]:
+    """Load a model and measure it: records "load", "prefill" and "decode" per context, "memory", each with the machine.
+
+    contexts: None takes those of CONTEXTS that fit; raises InputError for one that does not. A warm-up goes before.
+    """
+    start = time.perf_counter()
+    engine = Engine.load(model, progress=progress, **settings)
+    records = [{"name": "load", "seconds": time.perf_counter() - start}]
+    room = engine.max_context - steps
+    for context in contexts or ():
+        if not 0 < context <= room:
+            raise InputError(f"contexts: expected 1 to {room} (the context less {steps} decoded tokens); found {context}")
+    contexts = contexts or [context for context in CONTEXTS if context <= room]
+    decode(engine, min(64, room), 8)  # warm-up: the first forwards touch the weights for the first time
+    for number, context in enumerate(contexts):
+        records += [prefill(engine, context, repeats), decode(engine, context, steps)]
+        if progress:
+            progress("measure", number + 1, len(contexts))
+    records.append({"name": "memory", "peak_bytes": machine.peak_memory(), "planned_state_bytes": engine.plan.state})
+    setting = {"model": str(model), "backend": engine.run.backend, "threads": engine.run.threads, "chunk": engine.chunk}
+    where = {**setting, **machine.describe(), "isa": engine.model.ops.isa}
+    return [{**record, **where} for record in records]

@@ -1,0 +1,119 @@
+"""What several commands share: options, the prompt, loading with progress, output."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import wraps
+from pathlib import Path
+
+import click
+
+from .errors import InputError
+
+ENGINE_OPTIONS = (
+    click.option("--backend", metavar="NAME", help="cpu: compiled kernels (default); reference: plain NumPy, very slow."),
+    click.option("--threads", type=int, help="Threads to compute with. Default: OMP_NUM_THREADS, else all cores."),
+    click.option("--max-context", type=int, metavar="N", help="Longest prompt and answer together, in tokens."),
+    click.option("--chunk", type=int, metavar="N", help="Tokens of a prompt that run at once. Changes speed, not results."),
+    click.option("--debug", is_flag=True, default=None, help="Look for bad numbers after every layer (slower)."),
+)
+
+
+def engine_options(command):
+    """Options that say how to run; the command gets them as a dict `settings`, None where not given."""
+    names = ("backend", "threads", "max_context", "chunk", "debug")
+
+    @wraps(command)
+    def collect(*arguments, **options):
+        settings = {name: options.pop(name) for name in names}
+        return command(*arguments, settings=settings, **options)
+
+    for option in reversed(ENGINE_OPTIONS):
+        collect = option(collect)
+    return collect
+
+
+def model_option(command):
+    return click.option("--model", default="nano", show_default=True, metavar="DIR|nano", help="Checkpoint directory.")(command)
+
+
+def prompt_options(command):
+    """--model, and the three ways to give a prompt; read_prompt picks the one that was given."""
+    for option in (
+        click.option("--tokens", metavar="IDS", help="The prompt as token ids: 1,2,3"),
+        click.option("--prompt-file", metavar="FILE", help="A file with the prompt, UTF-8; - is standard input."),
+        click.option("--prompt", metavar="TEXT", help="The prompt."),
+        model_option,
+    ):
+        command = option(command)
+    return command
+
+
+def read_prompt(prompt: str | None, prompt_file: str | None, tokens: str | None) -> str | list[int]:
+    """The one prompt that was given: text or token ids."""
+    if sum(given is not None for given in (prompt, prompt_file, tokens)) != 1:
+        raise click.UsageError("give one of --prompt, --prompt-file, --tokens")
+    if prompt is not None:
+        return prompt
+    if prompt_file is not None:
+        return _read_text(prompt_file)
+    try:
+        return [int(part) for part in tokens.split(",")] if tokens.strip() else []
+    except ValueError:
+        raise click.BadParameter(f"expected ids separated by commas, such as 1,2,3; found {tokens!r}", param_hint="--tokens")
+
+
+def _read_text(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{name}: expected a readable file; {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: expected UTF-8 text; found byte {data[error.start]:#04x} at {error.start}") from error
+
+
+def load_engine(model: str, settings: dict, progress):
+    """The engine and the seconds it took to load."""
+    from .engine import Engine
+
+    start = time.perf_counter()
+    engine = Engine.load(model, progress=progress, **settings)
+    return engine, time.perf_counter() - start
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print to standard output, now."""
+    print(text, end=end, flush=True)
+
+
+class Bars:
+    """progress(stage, done, total) as bars on stderr; nothing where stderr is no terminal. Gone when stopped."""
+
+    def __init__(self):
+        self._bars = None
+        self._tasks: dict[str, int] = {}
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bars = Progress(console=Console(stderr=True), transient=True)
+            self._bars.start()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._bars is not None:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(stage, total=total)
+            self._bars.update(self._tasks[stage], completed=done, total=total)
+
+    def stop(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.stop()
