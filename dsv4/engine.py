@@ -71,7 +71,10 @@ class Engine:
         report = (lambda done, total: progress("load", done, total)) if progress else None
         weights = load_weights(checkpoint, config, ops, report)
         model = Model(config, weights, ops, Single(), run.debug)
-        pool = Pool(ops, config, slots=run.max_sessions, max_context=max_context, headroom=run.chunk)
+        stages = len(weights.draft.stages) if weights.draft else 0
+        pool = Pool(
+            ops, config, slots=run.max_sessions, max_context=max_context, headroom=run.chunk, stages=stages
+        )
         return cls(model, pool, run, plan=plan, identity=checkpoint.identity, tokenizer=tokenizer)
 
     def forward(self, rows: Rows) -> Output:

@@ -10,7 +10,7 @@ import numpy as np
 from .comm import Single
 from .config import ModelConfig
 from .errors import InputError
-from .ops import Ops
+from .ops import KeyCache, Ops
 from .state import LayerState, Pool
 from .step import Step
 from .weights import Attention, Block, Compressor, Indexer, MoE, Weights
@@ -37,18 +37,22 @@ class Model:
         """All layers over the rows of `step`; keys and compressor rows go to `pool`."""
         c, ops, w = self.config, self.ops, self.weights
         wanted = step.rows.wanted
-        targets = c.dspark.target_layer_ids if c.dspark and w.draft else ()
         h = ops.embed(w.embed, step.tokens, c.hc_mult)
-        hidden = []
         for number, (layer, state) in enumerate(zip(w.blocks, pool.layers)):
             h = self.block(layer, h, step, state)
             if self.debug and ops.has_nonfinite(h):
                 raise InputError(f"layer {number}: expected finite values; found NaN or infinity in its output")
-            if number in targets:
-                hidden.append(ops.to_host(ops.mean_streams(h[wanted])))
+            if w.draft and number in c.dspark.target_layer_ids:
+                self.capture(h, c.dspark.target_layer_ids.index(number), step, pool)
         y = ops.hc_head(h[wanted], w.hc_head)
         logits = ops.linear(ops.rmsnorm(y, w.norm, c.rms_norm_eps), w.head)
-        return Output(ops.to_host(logits), np.concatenate(hidden, axis=1) if targets else None)
+        hidden = ops.to_host(pool.hidden[step.window_where[wanted]]) if w.draft else None
+        return Output(ops.to_host(logits), hidden)
+
+    def capture(self, h: Any, target: int, step: Step, pool: Pool) -> None:
+        """Keep a target layer's part of the rows' main hidden, which the draft's windows are made from."""
+        d = self.config.hidden_size
+        pool.hidden[step.window_where, target * d : (target + 1) * d] = self.ops.mean_streams(h)
 
     def block(self, w: Block, h: Any, step: Step, state: LayerState) -> Any:
         """One layer. h [T, m, d] → the same."""
@@ -59,22 +63,31 @@ class Model:
         return ops.hc_post(self.moe(w.ffn, x, step), h, mix)
 
     def attention(self, w: Attention, x: Any, step: Step, state: LayerState) -> Any:
-        """x [T, d] → [T, d]. Keys: the chosen compressed entries, then the window, in ascending position."""
+        """x [T, d] → [T, d]."""
         c, ops = self.config, self.ops
         eps, rope = c.rms_norm_eps, step.rope(w.ratio)
         xq = ops.act_quant(x)
         qr = ops.act_quant(ops.rmsnorm(ops.linear(xq, w.wq_a), w.q_norm, eps))
         q = ops.linear(qr, w.wq_b).reshape(len(step), c.num_attention_heads, c.head_dim)
         q = ops.query(q, rope, eps)
-        ops.store_keys(ops.linear(xq, w.wkv), w.kv_norm, rope, state.window, step.window_where, eps)
-        keys = [(state.window, step.window_places)]
-        if w.compressor:
-            self.compress(w.compressor, x, step, state)
-            keys.insert(0, (state.entries, self.select(w, x, qr, step, state)))
-        o = ops.rotate(ops.attend(q, w.sink, keys), rope, inverse=True)
+        o = ops.attend(q, w.sink, self.keys(w, x, xq, qr, step, state))
+        o = ops.rotate(o, rope, inverse=True)
         z = ops.grouped_linear(o.reshape(len(step), -1), w.wo_a, c.o_groups)
         out = ops.linear(ops.act_quant(z), w.wo_b, c.attention_slices)
         return self.comm.sum_slices(out, c.attention_slices)
+
+    def keys(self, w: Attention, x: Any, xq: Any, qr: Any, step: Step, state: LayerState) -> list[tuple[KeyCache, Any]]:
+        """Store the rows' keys → what each row attends to, in ascending position: chosen entries, then the window."""
+        ops = self.ops
+        kv = ops.linear(xq, w.wkv)
+        ops.store_keys(
+            kv, w.kv_norm, step.rope(w.ratio), state.window, step.window_where, self.config.rms_norm_eps
+        )
+        window = (state.window, step.window_places)
+        if w.compressor is None:
+            return [window]
+        self.compress(w.compressor, x, step, state)
+        return [(state.entries, self.select(w, x, qr, step, state)), window]
 
     def compress(self, w: Compressor, x: Any, step: Step, state: LayerState) -> None:
         """Keep the rows' compressor inputs; pool and store the entries that these rows complete."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import ceil, lcm
-from typing import Any, NamedTuple
+from typing import Any, Iterator, NamedTuple
 
 import numpy as np
 
@@ -41,9 +41,10 @@ class Pool:
 
     headroom: rows a sequence may forward at once, and positions it may be rewound by. Every ring holds its look-back
     plus the head-room, so that rows past an accepted prefix overwrite nothing that is still in sight.
+    stages: draft stages, each with a window of its own; with any, the rows' main hidden is kept beside the windows.
     """
 
-    def __init__(self, ops: Ops, config: ModelConfig, *, slots: int, max_context: int, headroom: int):
+    def __init__(self, ops: Ops, config: ModelConfig, *, slots: int, max_context: int, headroom: int, stages: int = 0):
         self.ops, self.config = ops, config
         self.slots, self.max_context, self.headroom = slots, max_context, headroom
         self.window = config.sliding_window
@@ -58,6 +59,11 @@ class Pool:
         self._free_pages = list(range(slots * pages_per_slot - 1, -1, -1))
         self._free_slots = list(range(slots - 1, -1, -1))
         self.layers = [self._layer(ratio) for ratio in config.compress_ratios]
+        self.stages = [self._layer(0) for _ in range(stages)]
+        if stages:
+            dspark, width = config.dspark, len(config.dspark.target_layer_ids) * config.hidden_size
+            self.hidden = ops.zeros((slots * self.window_capacity, width), np.float32)
+            self.block = ops.key_cache(slots * dspark.block_size, config.head_dim, config.qk_rope_head_dim)
 
     def _layer(self, ratio: int) -> LayerState:
         c, ops = self.config, self.ops
@@ -130,34 +136,44 @@ class Pool:
         slots = np.int32(slot)
         return self.window_place(slots, positions) if part == "window" else self.ring_place(state.ratio, slots, positions)
 
+    def _parts(self) -> Iterator[tuple[str, LayerState, str, NamedTuple]]:
+        """(name, state, part, arrays) of every cache that a sequence keeps."""
+        for kind, states in (("layer", self.layers), ("stage", self.stages)):
+            for number, state in enumerate(states):
+                for part, cache in state.caches().items():
+                    yield f"{kind}.{number}.{part}", state, part, cache
+
     def export(self, slot: int, length: int) -> dict[str, np.ndarray]:
-        """What a sequence of `length` positions keeps, by "layer.part.array"; independent of where it lay."""
+        """What a sequence of `length` positions keeps, by "layer.N.part.array"; independent of where it lay."""
         out = {}
-        for number, state in enumerate(self.layers):
-            for part, cache in state.caches().items():
-                where = self._live(state, part, slot, length)
-                for name, array in zip(cache._fields, cache):
-                    out[f"{number}.{part}.{name}"] = self.ops.to_host(array[where])
+        for name, state, part, cache in self._parts():
+            where = self._live(state, part, slot, length)
+            for field, array in zip(cache._fields, cache):
+                out[f"{name}.{field}"] = self.ops.to_host(array[where])
         return out
 
     def restore(self, slot: int, length: int, arrays: dict[str, np.ndarray]) -> None:
         """Put an export of the same length into a slot."""
         self.reserve(slot, length)
-        for number, state in enumerate(self.layers):
-            for part, cache in state.caches().items():
-                where = self._live(state, part, slot, length)
-                for name, array in zip(cache._fields, cache):
-                    array[where] = arrays[f"{number}.{part}.{name}"]
+        for name, state, part, cache in self._parts():
+            where = self._live(state, part, slot, length)
+            for field, array in zip(cache._fields, cache):
+                array[where] = arrays[f"{name}.{field}"]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Make slot `target` equal to slot `source`: whole rings, head-room included, and the entries so far."""
         self.reserve(target, length)
-        for state in self.layers:
-            for part, cache in state.caches().items():
-                if part in ("entries", "index"):
-                    to, of = (self._live(state, part, slot, length) for slot in (target, source))
-                else:
-                    n = len(cache[0]) // self.slots
-                    to, of = (slice(slot * n, (slot + 1) * n) for slot in (target, source))
-                for array in cache:
-                    array[to] = array[of]
+        for _, state, part, cache in self._parts():
+            if part in ("entries", "index"):
+                to, of = (self._live(state, part, slot, length) for slot in (target, source))
+            else:
+                to, of = (self._ring_of(slot, len(cache[0])) for slot in (target, source))
+            for array in cache:
+                array[to] = array[of]
+        if self.stages:
+            self.hidden[self._ring_of(target, len(self.hidden))] = self.hidden[self._ring_of(source, len(self.hidden))]
+
+    def _ring_of(self, slot: int, places: int) -> slice:
+        """A slot's share of a ring of all slots."""
+        n = places // self.slots
+        return slice(slot * n, (slot + 1) * n)

@@ -46,6 +46,14 @@ def open_model(directory, ops, **changes) -> Recorder:
     return Recorder(dataclasses.replace(config, **changes), weights, ops, Single())
 
 
+def open_pool(model, max_context, headroom) -> Pool:
+    """A pool for one sequence, which has slot 0."""
+    stages = len(model.weights.draft.stages)
+    pool = Pool(model.ops, model.config, slots=1, max_context=max_context, headroom=headroom, stages=stages)
+    pool.reserve(pool.take_slot(), max_context)
+    return pool
+
+
 def golden(golden_dir, name, mode) -> dict:
     """{prompt length: {array name: array}}; bf16 arrays as float32."""
     out: dict = {}
@@ -61,9 +69,8 @@ def run_prompt(model, case):
     """Prefill and forced decode → logits [45, V], main hidden [45, ·], layers' outputs at the prompt's last row."""
     prompt, tokens = case["prompt"], case["tokens"]
     length = len(prompt)
-    pool = Pool(model.ops, model.config, slots=1, max_context=length + len(tokens), headroom=max(length, 1))
-    slot = pool.take_slot()
-    pool.reserve(slot, length + len(tokens))
+    pool = open_pool(model, length + len(tokens), headroom=length)
+    slot = 0
     outputs = [model.forward(Step(model.ops, pool, Rows.of(slot, 0, prompt)), pool)]
     block = np.stack([h[-1] for h in model.blocks])
     for i, token in enumerate(tokens[:-1]):

@@ -5,11 +5,10 @@ import pytest
 from compare import rel_l2_rows
 from ops_cases import NoQuantOps
 from safetensors.numpy import load_file
-from test_golden_e2e import open_model
+from test_golden_e2e import open_model, open_pool
 
 from dsv4.ops import open_ops
 from dsv4.rows import Rows
-from dsv4.state import Pool
 from dsv4.step import Step
 
 LAYERS = range(5)
@@ -30,8 +29,7 @@ class Trace:
     def __call__(self, run, *inputs):
         """run(step, pool, rows of each input) over the whole sequence → results, concatenated by row."""
         n = len(self.tokens)
-        pool = Pool(self.model.ops, self.model.config, slots=1, max_context=n, headroom=n)
-        pool.reserve(pool.take_slot(), n)
+        pool = open_pool(self.model, n, headroom=n)
         spans = [(0, self.n_prefill)] + [(i, i + 1) for i in range(self.n_prefill, n)]
         out = []
         for start, stop in spans:

@@ -201,7 +201,7 @@ def test_control_without_head_room_the_rewind_test_fails(small, one_by_one):
     tokens, logits, _, _ = one_by_one
     start = small.config.sliding_window + 5
     model = small.model
-    pool = Pool(model.ops, model.config, slots=1, max_context=512, headroom=0)
+    pool = Pool(model.ops, model.config, slots=1, max_context=512, headroom=0, stages=len(small.pool.stages))
     pool.reserve(pool.take_slot(), ROWS)
 
     def decode(position, token):
