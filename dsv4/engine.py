@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Iterator, Sequence
 
 from .comm import Single
 from .config import ModelConfig, RunConfig
+from .dspark import Draft
 from .model import Model, Output
 from .ops import open_ops
 from .plan import MemoryPlan, check_plan, make_plan
@@ -33,6 +35,8 @@ class Engine:
 
     def __init__(self, model: Model, pool: Pool, run: RunConfig, *, plan: MemoryPlan, identity: str, tokenizer=None):
         self.model, self.pool, self.run = model, pool, run
+        has_draft = model.weights.draft is not None
+        self.draft = Draft(model.config, model.weights, model.ops, model.comm, model.debug) if has_draft else None
         self.config: ModelConfig = model.config
         self.plan, self.identity = plan, identity
         self.tokenizer: Tokenizer | None = tokenizer
@@ -50,30 +54,30 @@ class Engine:
 
         from .checkpoint import Checkpoint
         from .tokenizer import Tokenizer
-        from .weights import load_weights
+        from .weights import check, load_weights
 
         directory = model_directory(path)
         run = RunConfig.from_env(**settings)
         config = ModelConfig.load(directory)
         checkpoint = Checkpoint(directory)
-        max_context = run.context(config)
-        plan = make_plan(
+        stages = len(check(checkpoint, config).stages)
+        plan_for = partial(
+            make_plan,
             config,
             weights=checkpoint.total_bytes,
-            max_context=max_context,
             max_sessions=run.max_sessions,
             headroom=run.chunk,
             available=psutil.virtual_memory().available,
+            stages=stages,
         )
-        check_plan(config, plan, run.chunk)
+        plan = plan_for(max_context=run.context(config))
+        check_plan(plan, lambda context: plan_for(max_context=context))
         tokenizer = Tokenizer.load(directory, config)
         ops = open_ops(run.backend, threads=run.threads)
         report = (lambda done, total: progress("load", done, total)) if progress else None
-        weights = load_weights(checkpoint, config, ops, report)
-        model = Model(config, weights, ops, Single(), run.debug)
-        stages = len(weights.draft.stages) if weights.draft else 0
+        model = Model(config, load_weights(checkpoint, config, ops, report), ops, Single(), run.debug)
         pool = Pool(
-            ops, config, slots=run.max_sessions, max_context=max_context, headroom=run.chunk, stages=stages
+            ops, config, slots=run.max_sessions, max_context=plan.max_context, headroom=run.chunk, stages=stages
         )
         return cls(model, pool, run, plan=plan, identity=checkpoint.identity, tokenizer=tokenizer)
 

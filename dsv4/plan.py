@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import ceil
+from typing import Callable
 
 from .config import ModelConfig
 from .errors import CapacityError
@@ -18,13 +19,14 @@ class MemoryPlan:
     compressor_rows: int
     entries: int
     index_keys: int
+    draft: int  # the stages' windows, and the main hidden they are made from
     available: int
     max_context: int
     max_sessions: int
 
     @property
     def state(self) -> int:
-        return self.windows + self.compressor_rows + self.entries + self.index_keys
+        return self.windows + self.compressor_rows + self.entries + self.index_keys + self.draft
 
     def as_dict(self) -> dict:
         return asdict(self) | {"state": self.state}
@@ -42,10 +44,20 @@ def index_key_bytes(config: ModelConfig) -> int:
 
 
 def make_plan(
-    config: ModelConfig, *, weights: int, max_context: int, max_sessions: int, headroom: int, available: int
+    config: ModelConfig,
+    *,
+    weights: int,
+    max_context: int,
+    max_sessions: int,
+    headroom: int,
+    available: int,
+    stages: int = 0,
 ) -> MemoryPlan:
-    """Bytes that `max_sessions` sequences of `max_context` positions take at most."""
-    windows = rows = entries = index_keys = 0
+    """Bytes that `max_sessions` sequences of `max_context` positions take at most, with so many draft stages."""
+    windows = rows = entries = index_keys = draft = 0
+    if stages:
+        hidden = 4 * len(config.dspark.target_layer_ids) * config.hidden_size
+        draft = (config.sliding_window + headroom) * (stages * key_bytes(config) + hidden)
     for ratio in config.compress_ratios:
         windows += (config.sliding_window + headroom) * key_bytes(config)
         if not ratio:
@@ -55,19 +67,19 @@ def make_plan(
         rows += (look_back + headroom) * width * dims * 2 * 4
         entries += ceil(max_context / ratio) * key_bytes(config)
         index_keys += ceil(max_context / ratio) * index_key_bytes(config) if ratio == 4 else 0
-    parts = (part * max_sessions for part in (windows, rows, entries, index_keys))
+    parts = (part * max_sessions for part in (windows, rows, entries, index_keys, draft))
     return MemoryPlan(weights, *parts, available, max_context, max_sessions)
 
 
-def check_plan(config: ModelConfig, plan: MemoryPlan, headroom: int) -> None:
-    """Raise CapacityError, saying what would fit, when the state cannot be held in the available memory."""
+def check_plan(plan: MemoryPlan, at: Callable[[int], MemoryPlan]) -> None:
+    """Raise CapacityError, saying what would fit, when the state cannot be held in the available memory.
+
+    at(max_context) → the same plan for another context.
+    """
     if plan.state <= plan.available:
         return
-    fixed, per_position = (
-        make_plan(config, weights=0, max_context=n, max_sessions=plan.max_sessions, headroom=headroom, available=0).state
-        for n in (0, 1 << 20)
-    )
-    per_position = (per_position - fixed) / (1 << 20)
+    fixed, span = at(0).state, 1 << 20
+    per_position = (at(span).state - fixed) / span
     fits = int((plan.available - fixed) / per_position) if per_position and plan.available > fixed else 0
     hint = f"a context of {fits} would fit" if fits else "no context fits with so many sessions of such chunks"
     raise CapacityError(

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Callable, Sequence
 
 import numpy as np
 
-from .errors import CapacityError, InputError, StateError
+from .errors import CapacityError, ConfigError, InputError, StateError
 from .model import Output
 from .rows import Rows
 from .snapshot import Snapshot
+from .speculate import Choose, Round, Speculator, Verified, greedy, verify
 
 if TYPE_CHECKING:
+    from .dspark import Drafted
     from .engine import Engine
 
 
@@ -23,6 +25,7 @@ class Session:
         self.slot: int | None = engine.pool.take_slot()
         self.tokens: list[int] = []
         self._oldest = 0  # the earliest position, 0 apart, that rewind can still reach
+        self._primed = 0  # the draft's windows hold the positions before this one
 
     @property
     def position(self) -> int:
@@ -96,17 +99,55 @@ class Session:
             raise StateError(f"rewind: expected 0 or a position of at least {self._oldest}, found {position}")
         if position == 0:
             self._oldest = 0
+        self._primed = min(self._primed, position)
         del self.tokens[position:]
+
+    # ------------------------------------------------------------------ speculation
+    def prime(self) -> None:
+        """Bring the draft's windows up to date with the last positions consumed. Nothing to do without a draft."""
+        engine = self.engine
+        start = max(self._primed, self.position - engine.pool.window)
+        if engine.draft is not None and start < self.position:
+            engine.draft.prime(engine.pool, self.slot, start, self.position)
+        self._primed = self.position
+
+    def draft(self, token: int, choose: Choose = greedy) -> Drafted:
+        """Draft a block after `token`, which is committed but not yet consumed. The session stays as it is.
+
+        choose(logits [vocab], position) picks each drafted token. Raises StateError before the first token was
+        consumed, ConfigError where the checkpoint has no draft module.
+        """
+        if self.engine.draft is None:
+            raise ConfigError("draft: expected a checkpoint with mtp.* tensors, found one without a draft module")
+        if not self.tokens:
+            raise StateError("draft: expected at least one token consumed, found none")
+        check_tokens([token], self.engine.config.vocab_size)
+        self.prime()
+        return self.engine.draft.draft(self.engine.pool, self.slot, self.position, token, choose)
+
+    def verify(self, tokens: Sequence[int], mode: str = "batched", choose: Choose = greedy) -> Verified:
+        """Run a committed token and the drafted ones after it, keep what plain decoding would say: speculate.verify."""
+        return verify(self, tokens, mode, choose)
+
+    def speculative_step(self, token: int, logits: np.ndarray, speculator: Speculator, room: int = 1 << 30) -> Round:
+        """One round after the committed `token`, chosen from `logits`: draft, choose a length, verify, commit.
+
+        Settles at most `room` tokens. Without a gate in the speculator it decodes plainly.
+        """
+        return speculator.step(self, token, logits, room)
+
+    # ------------------------------------------------------------------ copies
 
     def fork(self) -> Session:
         """A second session in the same state; the two go on independently."""
         other = Session(self.engine)
         self.engine.pool.copy(self.slot, other.slot, self.position)
-        other.tokens, other._oldest = list(self.tokens), self._oldest
+        other.tokens, other._oldest, other._primed = list(self.tokens), self._oldest, self._primed
         return other
 
     def snapshot(self) -> Snapshot:
         """This state on its own, to restore later, elsewhere or from a file."""
+        self.prime()
         arrays = self.engine.pool.export(self.slot, self.position)
         return Snapshot(self.engine.identity, np.array(self.tokens, np.int32), arrays)
 
@@ -124,7 +165,7 @@ class Session:
             )
         self.engine.pool.restore(self.slot, length, snapshot.arrays)
         self.tokens = snapshot.tokens.tolist()
-        self._oldest = length  # a snapshot holds the last window only
+        self._oldest = self._primed = length  # a snapshot holds the last window only
 
     def close(self) -> None:
         """Give the slot back. Closing twice is fine."""

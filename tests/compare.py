@@ -27,7 +27,8 @@ def same_bits(found, expected, what="arrays") -> None:
 
 
 def state_of(session) -> dict:
-    """All that a session keeps, by name."""
+    """All that a session keeps, by name; the draft's windows brought up to date first."""
+    session.prime()
     return session.engine.pool.export(session.slot, session.position)
 
 

@@ -1,0 +1,140 @@
+"""Speculation: draft, choose a length, verify, keep what plain decoding would have said.
+
+A token is chosen from its row's logits by choose(logits, position), which knows nothing of the draft. A drafted token is
+accepted when it is the token that would have been chosen anyway, so the output cannot change, greedy or sampled:
+drafting decides how many rows a forward has, and a row's bits do not depend on that.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
+
+import numpy as np
+
+from .errors import InputError
+
+if TYPE_CHECKING:
+    from .dspark import Drafted
+    from .session import Session
+
+Choose = Callable[[np.ndarray, int], int]  # (logits [vocab], position the token is for) → token
+MODES = ("batched", "sequential")
+
+
+def greedy(logits: np.ndarray, position: int) -> int:
+    """The largest logit; the lower id where equal."""
+    return int(logits.argmax())
+
+
+class Verified(NamedTuple):
+    """What plain decoding says after a committed token: the accepted drafts and one token more."""
+
+    tokens: list[int]
+    logits: np.ndarray  # float32 [len(tokens), vocab], a row per token
+    accepted: int
+
+
+def verify(session: Session, tokens: Sequence[int], mode: str = "batched", choose: Choose = greedy) -> Verified:
+    """Run the committed tokens[0] and as many of the drafted tokens[1:] as are what `choose` says.
+
+    The session has then consumed tokens[0] and the accepted drafts, and nothing else. batched: one forward over all
+    rows; sequential: row by row, to the first mismatch. The same tokens, logits and state, bit for bit.
+    """
+    if mode not in MODES:
+        raise InputError(f"verify mode: expected one of {', '.join(MODES)}; found {mode!r}")
+    start = session.position
+    batch = session.forward(tokens, "all").logits if mode == "batched" else None
+    settled, rows = [], []
+    for i, token in enumerate(tokens):
+        rows.append(batch[i] if batch is not None else session.decode(token))
+        settled.append(choose(rows[-1], start + i + 1))
+        if settled[-1] not in tokens[i + 1 : i + 2]:
+            break
+    session.rewind(start + len(settled))
+    return Verified(settled, np.stack(rows), len(settled) - 1)
+
+
+@dataclass
+class Round:
+    """One step of a generation: what it settled, what was drafted for it, and how long it took."""
+
+    tokens: list[int]
+    logits: np.ndarray  # float32 [len(tokens), vocab]
+    draft: Drafted | None = None  # None: nothing was drafted
+    length: int = 0  # drafted tokens that were verified
+    accepted: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+
+@dataclass
+class Counters:
+    """What a generation drafted. A skipped round decoded plainly; margin_skipped ones did not even draft."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    skipped_rounds: int = 0
+    margin_skipped_rounds: int = 0
+
+    def count(self, step: Round) -> None:
+        self.rounds += 1
+        self.drafted += step.length
+        self.accepted += step.accepted
+        self.skipped_rounds += step.length == 0
+        self.margin_skipped_rounds += step.draft is None
+
+    def as_dict(self) -> dict:
+        rate = self.accepted / self.drafted if self.drafted else 0.0
+        return {**self.__dict__, "accept_rate": rate}
+
+
+@dataclass
+class Speculator:
+    """Rounds of one sequence. gate: a rule of gate.py, or None to decode plainly.
+
+    mode: how blocks are verified. on_round: sees every round, for records.
+    """
+
+    gate: object | None = None
+    choose: Choose = greedy
+    mode: str = "batched"
+    on_round: Callable[[Round], None] | None = None
+    counters: Counters = field(default_factory=Counters)
+
+    def step(self, session: Session, token: int, logits: np.ndarray, room: int) -> Round:
+        """Settle 1 .. room tokens after the committed `token`, which was chosen from `logits` and not yet consumed."""
+        room = min(room, session.engine.max_context - session.position)
+        found = self._draft(session, token, logits) if room > 1 else Round([], logits)
+        found.length = min(found.length, room - 1)
+        start = time.perf_counter()
+        drafted = found.draft.ids[: found.length].tolist() if found.length else []
+        settled = verify(session, [token, *drafted], self.mode, self.choose)
+        found.verify_s = time.perf_counter() - start
+        found.tokens, found.logits, found.accepted = settled
+        if self.gate is not None:
+            if found.draft is not None:
+                self.gate.record(found.draft.confidence.tolist(), found.length, found.accepted)
+            self.counters.count(found)
+        if self.on_round:
+            self.on_round(found)
+        return found
+
+    def _draft(self, session: Session, token: int, logits: np.ndarray) -> Round:
+        """A round with its draft and the length to verify, both empty where the gate says so."""
+        found = Round([], logits)
+        if self.gate is None or not self.gate.before_draft(margin(logits)):
+            return found
+        start = time.perf_counter()
+        found.draft = session.draft(token, self.choose)
+        found.length = self.gate.choose(found.draft.confidence.tolist())
+        found.draft_s = time.perf_counter() - start
+        return found
+
+
+def margin(logits: np.ndarray) -> float:
+    """Largest minus second largest logit: how sure the model was of the committed token."""
+    second, first = np.partition(logits, -2)[-2:]
+    return float(first - second)
