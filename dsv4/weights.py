@@ -169,7 +169,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class MoE:
-    """gate [experts, d]; bias [experts] of a score-routed layer or fixed [vocab, top_k] of a hash layer; the experts."""
+    """gate [experts, d]; bias [experts] (score-routed layers) or fixed [vocab, top_k] (hash layers); the experts."""
 
     gate: Any
     bias: Any | None
