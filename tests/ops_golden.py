@@ -10,7 +10,7 @@ from compare import rel_l2
 
 from dsv4 import formats
 from dsv4.config import Yarn, rope_thetas
-from dsv4.ops import KeyCache, Mix, Ring
+from dsv4.ops import KeyCache, Mix, Ring, Rope
 from dsv4.weights import HyperConnection
 
 CLOSE = 1e-6  # rel_l2 of float results
@@ -47,8 +47,6 @@ def stored(ops, g, name):
 
 
 def no_rotation(n, dims):
-    from dsv4.ops import Rope
-
     return Rope(np.ones((n, dims // 2), np.float32), np.zeros((n, dims // 2), np.float32))
 
 
@@ -180,9 +178,8 @@ def sinkhorn(ops, g):
     for t in range(n):
         h[np.arange(m), t, np.arange(m), t] = 4
         fn[:, :, t] = mixes[t, :, None] / 4
-    w = HyperConnection(
-        ops.matrix("f32", fn.reshape(len(fn), m * d)), ops.vector(g["hc.base"]), ops.vector(g["hc.scale"]), m, 20, 1e-6, 0.0
-    )
+    scale, base = ops.vector(g["hc.scale"]), ops.vector(g["hc.base"])
+    w = HyperConnection(ops.matrix("f32", fn.reshape(len(fn), m * d)), base, scale, m, 20, 1e-6, 0.0)
     u, mix = ops.hc_pre(h.reshape(m * n, m, d), w)
     u = u.reshape(m, n, d)
     pre = np.stack([u[:, t, t] / 4 for t in range(n)])
@@ -389,11 +386,9 @@ def experts(ops, g):
 def moe(ops, g):
     """expert4 as number 1 of three, beside a shared expert that is zero."""
     w1, w2, w3 = (stored(ops, g, f"expert4.{part}") for part in ("w1", "w2", "w3"))
-    zero = tuple(
-        ops.matrix("fp8", np.zeros(w.shape, np.uint8), np.full((-(-w.shape[0] // 128), -(-w.shape[1] // 128)), 127, np.uint8))
-        for w in (w1, w2, w3)
-    )
-    bank = ops.bank([(w3, w2, w1), (w1, w2, w3), (w3, w2, w3)], zero)
+    blocks = {w.shape: tuple(-(-size // 128) for size in w.shape) for w in (w1, w2)}
+    zero = {shape: ops.matrix("fp8", np.zeros(shape, np.uint8), np.full(n, 127, np.uint8)) for shape, n in blocks.items()}
+    bank = ops.bank([(w3, w2, w1), (w1, w2, w3), (w3, w2, w3)], tuple(zero[w.shape] for w in (w1, w2, w3)))
     x, limit = g["expert4.x"], float(g["expert4.limit"][0])
     y = ops.moe(x, np.ones((len(x), 1), np.int32), g["expert4.route_w"][:, None], bank, limit, 1)
     yield close("y", y, g["expert4.y"])

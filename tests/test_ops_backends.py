@@ -1,0 +1,237 @@
+"""The backends against each other, and each against itself: rows, runs, threads, inputs left alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import ops_cases as make
+import pytest
+from compare import rel_l2, rel_l2_rows, same_bits
+
+from dsv4.errors import ConfigError
+from dsv4.ops import open_ops
+from dsv4.ops.reference import ReferenceOps
+
+FLIPPED = 0.1  # a row in which one value was rounded the other way is off by less than this
+
+CASES = [
+    *(make.embed(t, *shape) for t in (1, 5, 130) for shape in ((37, 48, 4), (11, 256, 1), (7, 33, 3))),
+    *(make.linear("fp8", t, *shape) for t in (1, 3, 17, 130) for shape in (
+        (200, 384, 1, True), (200, 384, 1, False), (1, 128, 1, True), (130, 136, 1, False), (64, 1024, 8, True),
+        (96, 640, 1, True), (33, 1536, 4, False))),
+    *(make.linear("fp4", t, *shape) for t in (1, 2, 6, 130) for shape in (
+        (96, 256, 1, True), (33, 32, 1, False), (128, 1024, 8, True), (40, 2080, 1, True), (257, 512, 2, False))),
+    *(make.linear("bf16", t, *shape, False) for t in (1, 5, 64) for shape in (
+        (16, 64, 1), (7, 33, 1), (50, 16, 1), (640, 256, 1), (9, 1100, 1), (16, 1024, 4))),
+    *(make.linear("f32", t, *shape, False) for t in (1, 8, 13) for shape in ((24, 192, 1), (4, 1024, 1), (3, 5, 1))),
+    *(make.grouped_linear(t, *shape) for t in (1, 7, 130) for shape in (
+        (3, 256, 64), (2, 128, 16), (8, 64, 128), (1, 384, 200))),
+    *(make.act_quant(t, k) for t in (1, 6, 130) for k in (31, 100, 128, 136, 384)),
+    *(make.rmsnorm(t, k) for t in (1, 6, 130) for k in (32, 96, 100, 1000, 4096)),
+    *(make.connections(t, *shape) for t in (1, 3, 65) for shape in (
+        (4, 48, 1e-6, 1e-6), (4, 256, 1e-2, 1e-4), (2, 33, 1e-4, 1e-2), (1, 16, 1e-6, 1e-6))),
+    *(make.rotation(t, *shape) for t in (1, 5, 130) for shape in (
+        (1, 64, 64), (3, 96, 64), (4, 128, 64), (2, 40, 8), (8, 512, 64), (3, 30, 6))),
+    *(make.keys(t, *shape) for t in (1, 5, 130) for shape in ((128, 64), (192, 64), (512, 64), (72, 8))),
+    *(make.store_keys(t, *shape) for t in (1, 5, 130) for shape in ((128, 64), (192, 64), (512, 64))),
+    *(make.attend(t, *shape, 1.0, 1e-6) for t in (1, 6, 33) for shape in (
+        (1, 128, 64, (40,)), (4, 128, 64, (16, 20)), (3, 128, 64, (1, 5)), (8, 512, 64, (128, 97)), (2, 96, 32, (300,)))),
+    # scores near 100: e^s is only as good as the last bits of s
+    *(make.attend(t, 4, 128, 64, (30, 65), 10.0, 2e-5) for t in (1, 6)),
+    *(make.compression(t, *shape) for t in (1, 9, 70) for shape in ((4, 128), (4, 64), (16, 128), (128, 64), (6, 33))),
+    *(make.index_keys(t, *shape) for t in (1, 6, 130) for shape in ((8, 128, 64), (4, 64, 64), (3, 32, 8))),
+    *(make.index_select(t, *shape, kind) for kind in ("any", "ties", "dead") for t in (1, 6, 40) for shape in (
+        (8, 128, 30, 8, 8), (4, 64, 200, 16, 64), (3, 64, 100, 128, 64), (1, 32, 50, 5, 4))),
+    make.index_select(13, 64, 128, 700, 512, 64, "any"),
+    *(make.entry_places(t, n, 8) for t in (1, 6, 130) for n in (1, 17)),
+    *(make.gate(t, *shape, kind) for kind in ("bias", "plain", "fixed", "ties") for t in (1, 6, 130) for shape in (
+        (18, 64, 4), (8, 256, 2), (258, 512, 8))),
+    *(make.swiglu(t, inter, limit, weighted) for t in (1, 6, 130) for inter in (100, 128)
+      for limit in (0, 7.0) for weighted in (False, True)),
+    *(make.moe(t, *shape) for t in (1, 6, 130) for shape in (
+        (8, 256, 128, 2, 1, 10.0), (6, 128, 1024, 3, 8, 0), (4, 160, 96, 1, 1, 1.0), (16, 256, 256, 6, 2, 2.0))),
+]  # fmt: skip
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def ops(request):
+    return open_ops(request.param, threads=2)
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return open_ops("cpu", threads=2)
+
+
+def mistakes(case, found, expected) -> list[str]:
+    """What of `found` is not as close to `expected` as the case asks, with the numbers measured."""
+    wrong = []
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        have = found[name]
+        if have.dtype != want.dtype or have.shape != want.shape:
+            wrong.append(f"{name}: {have.dtype} {have.shape} in place of {want.dtype} {want.shape}")
+        elif want.dtype != np.float32 or not case.limit:
+            if not np.array_equal(have, want):
+                wrong.append(f"{name}: {np.mean(have != want):.2%} of {want.size} values differ")
+        elif case.flips:
+            errors = rel_l2_rows(have, want)
+            flipped = int(np.sum(~(errors <= case.limit)))
+            if flipped > max(1, case.flips * len(want)) or not errors.max() <= FLIPPED:
+                wrong.append(f"{name}: {flipped} of {len(want)} rows beyond {case.limit}, the worst {errors.max():.3g}")
+        elif not rel_l2(have, want) <= case.limit:
+            wrong.append(f"{name}: rel_l2 {rel_l2(have, want):.3g} beyond {case.limit}")
+    return wrong
+
+
+@each_case
+def test_cpu_computes_what_the_reference_does(case, cpu):
+    assert not mistakes(case, case(cpu), case(ReferenceOps()))
+
+
+@each_case
+def test_a_row_alone_has_the_same_bits(case, ops):
+    every, n = case(ops), case.rows
+    for start, stop in {(0, 1), (n // 2, min(n, n // 2 + 3)), (n - 1, n)}:
+        for name, found in case(ops, slice(start, stop)).items():
+            same_bits(found, every[name][start:stop], f"{name}, rows {start}..{stop - 1} of {n}")
+
+
+@each_case
+def test_runs_repeat_and_inputs_stay(case, ops):
+    before = {name: np.copy(a) for name, a in case.inputs.items() if a is not None}
+    first, second = case(ops), case(ops)
+    for name in first:
+        same_bits(second[name], first[name], name)
+    for name, a in before.items():
+        same_bits(case.inputs[name], a, f"input {name}")
+
+
+@each_case
+def test_threads_do_not_show(case, cpu):
+    expected = case(cpu)
+    for threads in (1, 3):
+        for name, found in case(open_ops("cpu", threads=threads)).items():
+            same_bits(found, expected[name], f"{name} on {threads} threads")
+
+
+def test_no_rows(ops):
+    """Entries that no row completes: all of the compressor's ops take nothing and return nothing."""
+    for case in (
+        make.rmsnorm(2, 64), make.rotation(2, 1, 128, 64), make.keys(2, 128, 64), make.compression(2, 4, 64),
+        make.index_keys(2, 4, 64, 64), make.linear("bf16", 2, 7, 33, 1, False),
+    ):  # fmt: skip
+        assert all(len(result) == 0 for result in case(ops, slice(0, 0)).values())
+
+
+def test_only_the_places_named_are_written(ops):
+    k, where = np.ones((3, 128), np.float32), np.array([5, 0, 2], np.int32)
+    cache, index = ops.key_cache(7, 128, 64), ops.index_cache(7, 128)
+    ops.encode_keys(k, cache, where)
+    ops.encode_index(k, index, where)
+    for array in (*cache, *index):
+        assert np.flatnonzero(ops.to_host(array).any(axis=1)).tolist() == [0, 2, 5]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nonfinite_is_found(ops, bad):
+    x = np.zeros((3, 50), np.float32)
+    assert not ops.has_nonfinite(x)
+    x[2, 49] = bad
+    assert ops.has_nonfinite(x)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_quantisers_do_not_hide_nonfinite_values(ops, bad):
+    x = np.ones((2, 192), np.float32)
+    x[1, 70] = bad
+    cache = ops.key_cache(2, 192, 64)
+    ops.encode_keys(x, cache, np.arange(2, dtype=np.int32))
+    for result in (ops.act_quant(x), ops.decode_keys(cache, np.arange(2, dtype=np.int32))):
+        assert ops.has_nonfinite(result[1:]) and not ops.has_nonfinite(result[:1])
+
+
+def test_unknown_backend():
+    with pytest.raises(ConfigError, match="expected one of cpu, reference; found 'gpu'"):
+        open_ops("gpu")
+
+
+# ---------------------------------------------------------------------------------------------- these tests can fail
+class LastEntryHidden(ReferenceOps):
+    def index_select(self, q, w, cache, slots, visible, *rest):
+        return super().index_select(q, w, cache, slots, np.maximum(visible - 1, 0), *rest)
+
+
+class PagesInOrder(ReferenceOps):
+    def index_select(self, q, w, cache, slots, visible, pages, *rest):
+        return super().index_select(q, w, cache, slots, visible, np.sort(pages, axis=None).reshape(pages.shape), *rest)
+
+
+class FirstSlotOnly(ReferenceOps):
+    def compress_pool(self, ring, slots, *rest):
+        return super().compress_pool(ring, 0 * slots, *rest)
+
+
+class PlaceOfNone(ReferenceOps):
+    def entry_places(self, entries, *rest):
+        return super().entry_places(np.maximum(entries, 0), *rest)
+
+
+class StreamsSummed(ReferenceOps):
+    def mean_streams(self, h):
+        return h.sum(axis=1)
+
+
+class NormWithoutEpsilon(ReferenceOps):
+    def rmsnorm(self, x, w, eps):
+        return super().rmsnorm(x, w, 1e-30)
+
+
+class WindowLeftOut(ReferenceOps):
+    def attend(self, q, sink, parts):
+        return super().attend(q, sink, parts[:1])
+
+
+class SharedExpertLeftOut(ReferenceOps):
+    def moe(self, x, ids, weights, bank, *rest):
+        w1, w2, w3 = bank.shared
+        nothing = replace(w2, weight=np.zeros_like(w2.weight))
+        return super().moe(x, ids, weights, bank._replace(shared=(w1, nothing, w3)), *rest)
+
+
+class RopePartAsCode(ReferenceOps):
+    """The rope dims rounded to e4m3 as well."""
+
+    def encode_keys(self, k, cache, where):
+        super().encode_keys(self.act_quant(k), cache, where)
+
+
+MUTANTS = {
+    LastEntryHidden: make.index_select(6, 4, 64, 200, 16, 64, "any"),
+    PagesInOrder: make.index_select(6, 4, 64, 200, 16, 64, "any"),
+    FirstSlotOnly: make.compression(9, 16, 128),
+    PlaceOfNone: make.entry_places(6, 17, 8),
+    StreamsSummed: make.connections(3, 4, 48, 1e-6, 1e-6),
+    NormWithoutEpsilon: make.rmsnorm(6, 96),
+    WindowLeftOut: make.attend(6, 4, 128, 64, (16, 20), 1.0, 1e-6),
+    SharedExpertLeftOut: make.moe(6, 8, 256, 128, 2, 1, 10.0),
+    RopePartAsCode: make.store_keys(5, 128, 64),
+}
+
+
+@pytest.mark.parametrize("wrong", MUTANTS, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_backend_is_rejected(wrong):
+    case = MUTANTS[wrong]
+    assert mistakes(case, case(wrong()), case(ReferenceOps()))
+
+
+class Together(ReferenceOps):
+    """One product for all rows: what a row gets depends on the others."""
+
+    def act_quant(self, x):
+        return super().act_quant(x.reshape(1, -1)).reshape(x.shape)
+
+
+def test_rows_that_depend_on_each_other_are_seen():
+    with pytest.raises(AssertionError, match="differ"):
+        test_a_row_alone_has_the_same_bits(make.act_quant(6, 100), Together())
