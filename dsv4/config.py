@@ -425,6 +425,11 @@ def _parse_flag(name: str, text: str) -> bool:
     return text == "1"
 
 
+def environment(prefix: str) -> dict[str, str]:
+    """The environment's variables whose names start so, for settings that other modules define."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefix)}
+
+
 _ENVIRONMENT = {
     "DSV4_BACKEND": ("backend", lambda name, text: text),
     "DSV4_THREADS": ("threads", _parse_count),

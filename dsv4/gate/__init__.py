@@ -1,0 +1,11 @@
+"""The gate: whether to draft at all, and how many drafted tokens to verify. Plain Python; it knows no engine.
+
+It decides speed only. Whatever it chooses, the tokens are those of plain decoding.
+"""
+
+from __future__ import annotations
+
+from .rules import RULES, Bucket, Calibrated, Costs, Fixed, Rule, make_rule
+from .settings import GateSettings
+
+__all__ = ["RULES", "Bucket", "Calibrated", "Costs", "Fixed", "GateSettings", "Rule", "make_rule"]

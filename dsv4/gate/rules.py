@@ -1,0 +1,227 @@
+"""Rules of the gate, one object per sequence.
+
+A round asks before_draft, and if that says yes, choose; then it tells record, or record_skip where nothing was drafted.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Sequence
+
+from ..errors import ConfigError
+from .calibration import PRIOR, Calibration, MarginModel, Prior, known_outcomes
+from .settings import GateSettings
+
+RULES = "calibrated, bucket, always, fixed:N"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of a round's parts. Only ratios matter to a rule. verify_base_ms + n · verify_slope_ms is a verify."""
+
+    draft_ms: float = 196.0
+    verify_base_ms: float = 300.0
+    verify_slope_ms: float = 109.0
+    plain_ms: float = 303.0
+
+    @classmethod
+    def of(cls, settings: GateSettings) -> Costs:
+        return cls(settings.draft_ms, settings.verify_base_ms, settings.verify_slope_ms, settings.plain_ms)
+
+    def cost(self, n: int) -> float:
+        """A round that verifies n drafted tokens; n = 0: plain decoding, without a draft."""
+        return self.draft_ms + self.verify_base_ms + self.verify_slope_ms * n if n else self.plain_ms
+
+    def wasted(self) -> float:
+        """A round that drafted and then decoded plainly."""
+        return self.draft_ms + self.plain_ms
+
+
+class Rule:
+    """What the engine calls, round by round. `block` is how many tokens a draft has."""
+
+    def __init__(self, block: int, settings: GateSettings | None = None):
+        if block < 1:
+            raise ConfigError(f"gate: expected a block of at least one token; found {block}")
+        self.block = block
+        self.settings = settings if settings is not None else GateSettings()
+        self.costs = Costs.of(self.settings)
+
+    def before_draft(self, margin: float | None = None) -> bool:
+        """Draft this round? margin: top1 - top2 logit of the token just committed, where known."""
+        return margin is None or margin >= self.settings.margin_threshold
+
+    def choose(self, confidences: Sequence[float], causal: bool = False) -> int:
+        """How many of the drafted tokens to verify, 0 .. len(confidences).
+
+        causal: whether token i is verified depends on the confidences up to it only, as sampling needs it (a later
+        confidence depends on the drafted token itself).
+        """
+        raise NotImplementedError
+
+    def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
+        """A round that drafted and verified n tokens, of which the first `accepted` were right."""
+
+    def record_skip(self) -> None:
+        """A round that drafted nothing."""
+
+    def _pick(self, chances: Sequence[float], unspeculated: float, causal: bool) -> int:
+        """The best n for these chances of acceptance; unspeculated: milliseconds of a round with n = 0.
+
+        Causal: n grows one token at a time, as if all later tokens were as likely as the one being decided.
+        """
+        count = len(chances)
+        if not causal:
+            best = self._best(chances, unspeculated)
+        else:
+            best = 0
+            while best < count:
+                expected = [*chances[: best + 1], *[chances[best]] * (count - best - 1)]
+                if self._best(expected, unspeculated) <= best:
+                    break
+                best += 1
+        return max(best, min(self.settings.min_draft, count))
+
+    def _best(self, chances: Sequence[float], unspeculated: float) -> int:
+        """The n of the highest rate, (1 + Σ_{i≤n} Π_{j≤i} chance_j) / cost(n): the tokens to expect per millisecond.
+
+        The whole block unless another n is `margin` times as good; the shortest of equals.
+        """
+        costs = self.costs
+        tokens = reached = 1.0
+        ms = costs.draft_ms + costs.verify_base_ms
+        best, best_rate, rate = 0, 1.0 / unspeculated, 0.0
+        for n, chance in enumerate(chances, 1):
+            reached *= chance
+            tokens += reached
+            ms += costs.verify_slope_ms
+            rate = tokens / ms
+            if rate > best_rate:
+                best, best_rate = n, rate
+        return len(chances) if best_rate < self.settings.margin * rate else best
+
+
+class Fixed(Rule):
+    """Always n tokens, whatever the confidence and the margin."""
+
+    def __init__(self, n: int, block: int, settings: GateSettings | None = None):
+        super().__init__(block, settings)
+        self.n = n
+
+    def before_draft(self, margin: float | None = None) -> bool:
+        return self.n > 0
+
+    def choose(self, confidences: Sequence[float], causal: bool = False) -> int:
+        return min(self.n, len(confidences))
+
+
+class Bucket(Rule):
+    """The published rule: acceptance counted in buckets of confidence, with two pseudo-counts at 0.75 in each.
+
+    It decides as if a draft that is not verified cost nothing. Counts decay before a recorded round; a round with
+    n = 0 changes nothing.
+    """
+
+    EDGES = (-0.5, 0.5, 1.5, 3.0, 6.0)
+    PRIOR_COUNT, PRIOR_MATCH = 2.0, 0.75
+
+    def __init__(self, block: int, settings: GateSettings | None = None):
+        super().__init__(block, settings)
+        self.seen = [0.0] * (len(self.EDGES) + 1)
+        self.matched = [0.0] * (len(self.EDGES) + 1)
+
+    def chance(self, confidence: float) -> float:
+        i = bisect_right(self.EDGES, confidence)
+        return (self.matched[i] + self.PRIOR_COUNT * self.PRIOR_MATCH) / (self.seen[i] + self.PRIOR_COUNT)
+
+    def choose(self, confidences: Sequence[float], causal: bool = False) -> int:
+        return self._pick([self.chance(c) for c in confidences], self.costs.plain_ms, causal)
+
+    def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
+        if n == 0:
+            return
+        decay = self.settings.decay
+        self.seen = [x * decay for x in self.seen]
+        self.matched = [x * decay for x in self.matched]
+        for confidence, match in known_outcomes(confidences, n, accepted):
+            i = bisect_right(self.EDGES, confidence)
+            self.seen[i] += 1.0
+            self.matched[i] += match
+
+
+class Calibrated(Rule):
+    """Our rule: a learned sigmoid per sequence, and a balance that says whether to draft at all.
+
+    The balance is what drafting gained over plain decoding, in tokens: it starts at `patience`, never exceeds it, and
+    a round moves it by its tokens minus its time / plain_ms. Once overdrawn, nothing is drafted but one probe whenever
+    probes cost at most `probe_share` of plain decoding's time. A probe that gains pays off all debts. A floor
+    (min_draft) means that every round speculates.
+    """
+
+    def __init__(
+        self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR, patience: float = 1.0,
+        probe_share: float = 0.03,
+    ):  # fmt: skip
+        super().__init__(block, settings)
+        if patience <= 0 or not 0 < probe_share <= 1:
+            raise ConfigError(f"gate: expected patience > 0, 0 < probe share <= 1; found {patience}, {probe_share}")
+        self.calibration = Calibration(prior, self.settings.decay)
+        self.margins = MarginModel(self.settings.decay)
+        self.patience = self.balance = patience
+        self.wait = math.ceil(self.costs.draft_ms / (probe_share * self.costs.plain_ms))  # rounds between two probes
+        self._skipped = 0  # rounds since the last draft
+        self._margin: float | None = None
+
+    def before_draft(self, margin: float | None = None) -> bool:
+        self._margin = margin
+        if not super().before_draft(margin):
+            return False
+        if self.settings.min_draft or self._skipped >= self.wait:
+            return True
+        return self.balance >= 0.0 and (margin is None or self.margins.hope(margin) >= 0.0)
+
+    def choose(self, confidences: Sequence[float], causal: bool = False) -> int:
+        # The draft is paid for, so n = 0 costs it too. A probe is careful: it verifies only what beats plain decoding.
+        unspeculated = self.costs.plain_ms if self.balance < 0.0 else self.costs.wasted()
+        chance = self.calibration.chance
+        return self._pick([chance(c) for c in confidences], unspeculated, causal)
+
+    def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
+        self._forget()
+        for confidence, match in known_outcomes(confidences, n, accepted):
+            self.calibration.learn(confidence, match)
+        ms = self.costs.cost(n) if n else self.costs.wasted()
+        gain = 1 + accepted - ms / self.costs.plain_ms
+        self.balance = min(max(self.balance, 0.0) + gain, self.patience)
+        self._skipped = 0
+        if self._margin is not None:
+            self.margins.learn(self._margin, gain)
+
+    def record_skip(self) -> None:
+        self._forget()
+        self._skipped += 1
+
+    def _forget(self) -> None:
+        self.calibration.forget()
+        self.margins.forget()
+
+
+def make_rule(name: str, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR) -> Rule:
+    """A new rule for one sequence by its name: calibrated, bucket, always, fixed:N. Raises ConfigError.
+
+    prior: what `calibrated` believes before the first round.
+    """
+    kind, colon, count = name.partition(":")
+    if kind == "fixed" and count.isascii() and count.isdecimal() and int(count) <= block:
+        return Fixed(int(count), block, settings)
+    if kind == "fixed":
+        raise ConfigError(f"gate rule: expected fixed:N with N from 0 to the block's {block}; found {name!r}")
+    if not colon and kind == "always":
+        return Fixed(block, block, settings)
+    if not colon and kind == "bucket":
+        return Bucket(block, settings)
+    if not colon and kind == "calibrated":
+        return Calibrated(block, settings, prior)
+    raise ConfigError(f"gate rule: expected one of {RULES}; found {name!r}")
