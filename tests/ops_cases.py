@@ -183,7 +183,8 @@ def connections(rng, t, m, d, eps, norm_eps):
         normed, again = ops.hc_pre_norm(h, w, norm, 1e-6)
         return {
             "u": u, "post": mix.post, "comb": mix.comb, "out": ops.hc_post(y, h, mix), "normed": normed,
-            "post again": again.post, "comb again": again.comb, "head": ops.hc_head(h, head), "mean": ops.mean_streams(h),
+            "post again": again.post, "comb again": again.comb, "head": ops.hc_head(h, head),
+            "mean": ops.mean_streams(h),
         }  # fmt: skip
 
     n = (2 + m) * m
@@ -286,7 +287,8 @@ def index_keys(rng, t, heads, d, r):
         query = ops.index_query(q, ops.rope_angles(positions, theta))
         return {"query": query, "key": ops.decode_index(cache, where)}
 
-    inputs = {"q": normal(rng, t, heads, d), "k": normal(rng, t, d), "where": rng.permutation(2 * t)[:t].astype(np.int32)}
+    where = rng.permutation(2 * t)[:t].astype(np.int32)
+    inputs = {"q": normal(rng, t, heads, d), "k": normal(rng, t, d), "where": where}
     return run, inputs | angles(rng, t, r), ("q", "k", "where", "positions"), 1e-6, 0.1
 
 
@@ -323,7 +325,8 @@ def entry_places(rng, t, n, page_entries):
     pages = rng.permutation(12).reshape(3, 4).astype(np.int32)
     entries = rng.integers(0, 4 * page_entries, (t, n)).astype(np.int32)
     entries[rng.random((t, n)) < 0.25] = -1
-    return run, {"entries": entries, "slots": rng.integers(0, 3, t).astype(np.int32), "pages": pages}, ("entries", "slots")
+    slots = rng.integers(0, 3, t).astype(np.int32)
+    return run, {"entries": entries, "slots": slots, "pages": pages}, ("entries", "slots")
 
 
 @build

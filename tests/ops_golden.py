@@ -387,7 +387,8 @@ def moe(ops, g):
     """expert4 as number 1 of three, beside a shared expert that is zero."""
     w1, w2, w3 = (stored(ops, g, f"expert4.{part}") for part in ("w1", "w2", "w3"))
     blocks = {w.shape: tuple(-(-size // 128) for size in w.shape) for w in (w1, w2)}
-    zero = {shape: ops.matrix("fp8", np.zeros(shape, np.uint8), np.full(n, 127, np.uint8)) for shape, n in blocks.items()}
+    codes = {shape: (np.zeros(shape, np.uint8), np.full(n, 127, np.uint8)) for shape, n in blocks.items()}
+    zero = {shape: ops.matrix("fp8", *code) for shape, code in codes.items()}
     bank = ops.bank([(w3, w2, w1), (w1, w2, w3), (w3, w2, w3)], tuple(zero[w.shape] for w in (w1, w2, w3)))
     x, limit = g["expert4.x"], float(g["expert4.limit"][0])
     y = ops.moe(x, np.ones((len(x), 1), np.int32), g["expert4.route_w"][:, None], bank, limit, 1)

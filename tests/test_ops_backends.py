@@ -34,9 +34,10 @@ CASES = [
     *(make.keys(t, *shape) for t in (1, 5, 130) for shape in ((128, 64), (192, 64), (512, 64), (72, 8))),
     *(make.store_keys(t, *shape) for t in (1, 5, 130) for shape in ((128, 64), (192, 64), (512, 64))),
     *(make.attend(t, *shape, 1.0, 1e-6) for t in (1, 6, 33) for shape in (
-        (1, 128, 64, (40,)), (4, 128, 64, (16, 20)), (3, 128, 64, (1, 5)), (8, 512, 64, (128, 97)), (2, 96, 32, (300,)))),
-    # scores near 100: e^s is only as good as the last bits of s
-    *(make.attend(t, 4, 128, 64, (30, 65), 10.0, 2e-5) for t in (1, 6)),
+        (1, 128, 64, (40,)), (4, 128, 64, (16, 20)), (3, 128, 64, (1, 5)), (8, 512, 64, (128, 97)),
+        (2, 96, 32, (300,)))),
+    # scores in the hundreds and thousands: e^(s - max) is only as good as the last bits of s
+    *(make.attend(t, 4, 128, 64, (30, 65), scale, limit) for t in (1, 6) for scale, limit in ((10, 2e-5), (500, 1e-3))),
     *(make.compression(t, *shape) for t in (1, 9, 70) for shape in ((4, 128), (4, 64), (16, 128), (128, 64), (6, 33))),
     *(make.index_keys(t, *shape) for t in (1, 6, 130) for shape in ((8, 128, 64), (4, 64, 64), (3, 32, 8))),
     *(make.index_select(t, *shape, kind) for kind in ("any", "ties", "dead") for t in (1, 6, 40) for shape in (
@@ -113,6 +114,108 @@ def test_threads_do_not_show(case, cpu):
     for threads in (1, 3):
         for name, found in case(open_ops("cpu", threads=threads)).items():
             same_bits(found, expected[name], f"{name} on {threads} threads")
+
+
+def tree(parts):
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2])]
+    return parts[0]
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4", "bf16"])
+@pytest.mark.parametrize("slices", [1, 2, 8])
+def test_slices_are_added_as_a_tree(ops, fmt, slices):
+    """Each slice alone, as a rank computes it, and the tree over them: the same bits as the whole."""
+    case = make.linear(fmt, 5, 100, 1024, slices, False)
+    x, (weight, scale) = case.inputs["x"], (case.inputs["weight"], case.inputs["scale"])
+    parts = []
+    for i in range(slices):
+        cut = [None if a is None else one_of(a, slices, i, axis=1) for a in (weight, scale)]
+        parts.append(ops.linear(one_of(x, slices, i, axis=1), ops.matrix(fmt, *cut)))
+    same_bits(case(ops)["y"], ops.to_host(tree(parts)))
+
+
+def one_of(array, slices, i, axis):
+    """Slice i of `slices` equal ones."""
+    return np.ascontiguousarray(np.split(array, slices, axis)[i])
+
+
+def random_experts(rng, d, inter):
+    """Five experts' weights as (w1, w2, w3) of (weight, scale); the last is the shared one."""
+    shapes = [(inter, d), (d, inter), (inter, d)]
+    return [[make.weights(rng, fmt, *shape) for shape in shapes] for fmt in ("fp4",) * 4 + ("fp8",)]
+
+
+def bank_of(ops, experts):
+    made = [tuple(ops.matrix(fmt, *w) for w in e) for fmt, e in zip(("fp4",) * 4 + ("fp8",), experts)]
+    return made, ops.bank(made[:4], made[4])
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_slices_of_experts_are_added_as_a_tree(ops, slices):
+    rng = make.seeded("slices of experts")
+    experts = random_experts(rng, 256, 512)
+    ids = np.sort([rng.permutation(4)[:3] for _ in range(6)], axis=1).astype(np.int32)
+    x, weights = make.normal(rng, 6, 256), rng.random((6, 3)).astype(np.float32)
+    whole = ops.moe(x, ids, weights, bank_of(ops, experts)[1], 2.0, slices)
+
+    def cut(i):
+        return [[tuple(one_of(a, slices, i, axis) for a in w) for w, axis in zip(e, (0, 1, 0))] for e in experts]
+
+    parts = [ops.moe(x, ids, weights, bank_of(ops, cut(i))[1], 2.0, 1) for i in range(slices)]
+    same_bits(ops.to_host(whole), ops.to_host(tree(parts)))
+
+
+@pytest.mark.parametrize("limit", [0, 2.0])
+def test_experts_are_the_sum_of_linears(ops, limit):
+    rng = make.seeded("sum of linears")
+    made, bank = bank_of(ops, random_experts(rng, 256, 128))
+    x, ids = make.normal(rng, 4, 256), np.array([[0, 3], [1, 2], [0, 1], [2, 3]], np.int32)
+    weights = rng.random((4, 2)).astype(np.float32)
+
+    def expert(row, number, weight):
+        w1, w2, w3 = made[number]
+        xq = ops.act_quant(x[row : row + 1])
+        g, u = ops.to_host(ops.linear(xq, w1)), ops.to_host(ops.linear(xq, w3))
+        if limit:
+            g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
+        a = (g / (1 + np.exp(-g.astype(np.float64))) * u * weight).astype(np.float32)
+        return ops.to_host(ops.linear(ops.act_quant(a), w2))[0]
+
+    expected = [
+        expert(t, ids[t, 0], weights[t, 0]) + expert(t, ids[t, 1], weights[t, 1]) + expert(t, 4, 1) for t in range(4)
+    ]
+    assert rel_l2(ops.moe(x, ids, weights, bank, limit, 1), np.stack(expected)) <= 1e-6
+
+
+def test_places_of_entries(ops):
+    """Pages of 8 entries; slot 1 holds pages 5, 0, 3."""
+    pages = ops.table(np.array([[7, 2, 4], [5, 0, 3]], np.int32))
+    entries, slots = np.array([[0, 7, 8, -1], [23, -1, 9, 16]], np.int32), np.array([1, 0], np.int32)
+    found = ops.entry_places(entries, slots, pages, 8)
+    assert ops.to_host(found).tolist() == [[40, 47, 0, -1], [39, -1, 17, 32]]
+
+
+def test_each_slot_has_its_own_entries(ops):
+    """Two slots with the same entries in opposite orders choose opposite entries."""
+    key = make.normal(make.seeded("slots"), 6, 64)
+    cache = ops.index_cache(12, 64)
+    ops.encode_index(np.concatenate([key, key[::-1]]), cache, np.arange(12, dtype=np.int32))
+    fourth = ops.decode_index(cache, np.array([4], np.int32))  # entry 4 of slot 0, entry 1 of slot 1
+    q = np.repeat(fourth[:, None], 2, axis=0)
+    pages = ops.table(np.array([[0, 1], [2, 3]], np.int32))
+    one, six = np.ones((2, 1), np.float32), np.full(2, 6, np.int32)
+    found = ops.index_select(q, one, cache, np.array([0, 1], np.int32), six, pages, 3, 1)
+    assert ops.to_host(found).tolist() == [[4], [1]]
+
+
+def test_in_place(ops):
+    case = make.rotation(5, 3, 96, 64)
+    rope = ops.rope_angles(case.inputs["positions"], ops.vector(case.inputs["theta"]))
+    for work in (ops.rotate, lambda x, rope: ops.query(x, rope, 1e-6)):
+        x = case.inputs["x"].copy()
+        result = work(x, rope)
+        assert np.shares_memory(ops.to_host(result), x) and not np.array_equal(x, case.inputs["x"])
 
 
 def test_no_rows(ops):
