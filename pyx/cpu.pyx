@@ -9,7 +9,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t
 
 import numpy as np
 
-from dsv4.errors import BackendError, ConfigError
+from dsv4.errors import BackendError, CheckpointError, ConfigError, InputError
 
 cdef object empty = np.empty
 cdef object float32 = np.float32
@@ -22,10 +22,59 @@ cdef extern from "team.h" nogil:
 
 
 cdef extern from "kernels.h" nogil:
+    enum format:
+        FORMAT_FP8
+        FORMAT_FP4
+        FORMAT_BF16
+        FORMAT_F32
+
+    enum:
+        STRIP
+
+    cdef struct matrix:
+        format format
+        int64_t n, k
+        const uint8_t *weight
+        const uint8_t *scale
+        int64_t weight_stride, scale_stride
+
+    cdef struct linear_args:
+        const matrix *w
+        const float *x
+        float *y
+        int64_t rows
+        int groups, slices
+
+    cdef struct swiglu_args:
+        const float *g
+        const float *u
+        const float *weight
+        float *y
+        int64_t rows, n
+        float limit
+
+    cdef struct moe_args:
+        const matrix *matrices
+        const float *x
+        float *y
+        int64_t rows, d, inner, uses
+        const int32_t *expert
+        const int64_t *first
+        const int32_t *row
+        const float *weight
+        float limit
+        int slices
+        float *plain
+        float *paired
+        float *act
+        float *totals
+        int64_t next_inner, next_output
+
     cdef struct kernels:
         const char *name
         team_fn linear
         team_fn swiglu
+        team_fn moe
         void (*deinterleave)(const float *x, float *y, int64_t n) noexcept nogil
     const kernels *kernels_find(const char *isa)
 
@@ -40,8 +89,7 @@ cdef class Team:
         """threads 1..256; isa "scalar", "avx2", "avx512" or None for the best this machine has."""
         if not 1 <= threads <= TEAM_MAX:
             raise ConfigError(f"threads: expected 1 to {TEAM_MAX}, found {threads}")
-        name = None if isa is None else isa.encode()
-        self.kernels = kernels_find(NULL if name is None else <const char *>name)
+        self.kernels = kernels_find(NULL) if isa is None else kernels_find(isa.encode())
         if self.kernels is NULL:
             raise BackendError(f"instruction set {isa!r}: this machine offers {', '.join(instruction_sets())}")
         self.threads = threads
@@ -82,6 +130,16 @@ cdef class Buffer:
     def __dealloc__(self):
         if self.held:
             PyBuffer_Release(&self.view)
+
+
+cdef Buffer floats(array, int64_t columns):
+    """A float32 array [T, columns]; columns −1: any."""
+    cdef Buffer b = Buffer(array)
+    if b.view.ndim != 2 or b.view.format[0] != c"f" or (columns >= 0 and b.view.shape[1] != columns):
+        raise InputError(
+            f"expected float32 [rows, {columns if columns >= 0 else 'columns'}], found {array.dtype} {array.shape}"
+        )
+    return b
 
 
 include "gemm.pxi"

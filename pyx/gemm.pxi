@@ -1,1 +1,226 @@
 # Linears and experts.
+
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+
+cdef dict FORMATS = {"fp8": FORMAT_FP8, "fp4": FORMAT_FP4, "bf16": FORMAT_BF16, "f32": FORMAT_F32}
+cdef dict ITEM_SIZES = {"fp8": 1, "fp4": 1, "bf16": 2, "f32": 4}
+
+
+cdef class Matrix:
+    """A linear's weights where they lie: the arrays are kept, not copied. Attributes fmt and shape = (N, K)."""
+
+    cdef matrix m
+    cdef Buffer weight, scale
+    cdef readonly str fmt
+    cdef readonly tuple shape
+
+    def __init__(self, str fmt, weight, scale=None):
+        """Arrays as Ops.matrix describes them. Raises CheckpointError where they do not fit together."""
+        if fmt not in FORMATS:
+            raise BackendError(f"matrix: expected fmt one of {', '.join(FORMATS)}, found {fmt!r}")
+        if weight.ndim != 2 or weight.itemsize != ITEM_SIZES[fmt]:
+            raise CheckpointError(
+                f"{fmt} weight: expected two dimensions of {ITEM_SIZES[fmt]}-byte items, found {weight.dtype} {weight.shape}"
+            )
+        n, k = weight.shape
+        expected = None
+        if fmt == "fp8":
+            expected = (-(-n // 128), -(-k // 128))
+        elif fmt == "fp4":
+            k *= 2
+            expected = (n, k // 32)
+            if k % 32:
+                raise CheckpointError(f"fp4 weight: expected K in groups of 32, found K = {k}")
+        found = None if scale is None else tuple(scale.shape)
+        if found != expected or (scale is not None and scale.itemsize != 1):
+            raise CheckpointError(f"{fmt} weight [{n}, {k}]: expected a scale of one-byte items {expected}, found {found}")
+        self.fmt, self.shape = fmt, (n, k)
+        self.weight = Buffer(weight)
+        self.m.format = FORMATS[fmt]
+        self.m.n, self.m.k = n, k
+        self.m.weight = <const uint8_t *>self.weight.view.buf
+        self.m.weight_stride = weight.shape[1] * weight.itemsize
+        if scale is not None:
+            self.scale = Buffer(scale)
+            self.m.scale = <const uint8_t *>self.scale.view.buf
+            self.m.scale_stride = scale.shape[1]
+
+
+cdef class Bank:
+    """The experts of one layer: w1, w2, w3 of each by id, the shared one last."""
+
+    cdef matrix *matrices
+    cdef tuple kept
+    cdef readonly int experts
+    cdef int64_t dim, inner
+    cdef bint any_fp4
+
+    def __init__(self, list experts, tuple shared):
+        """(w1, w2, w3) Matrix objects. Raises CheckpointError where shapes or formats differ."""
+        self.kept = tuple(m for expert in experts + [shared] for m in expert)
+        self.experts = len(experts)
+        self.inner, self.dim = shared[0].shape
+        self.matrices = <matrix *>PyMem_Malloc(len(self.kept) * sizeof(matrix))
+        if self.matrices is NULL:
+            raise MemoryError()
+        cdef Matrix m
+        for i, m in enumerate(self.kept):
+            expected = (self.dim, self.inner) if i % 3 == 1 else (self.inner, self.dim)
+            if m.shape != expected or m.fmt not in ("fp4", "fp8") or m.fmt != self.kept[i - i % 3].fmt:
+                raise CheckpointError(
+                    f"expert {i // 3}, w{i % 3 + 1}: expected fp4 or fp8 {expected} like the shared expert and one "
+                    f"format per expert, found {m.fmt} {m.shape}"
+                )
+            self.any_fp4 = self.any_fp4 or m.fmt == "fp4"
+            self.matrices[i] = m.m
+
+    def __dealloc__(self):
+        PyMem_Free(self.matrices)
+
+
+cdef int check_slices(int slices, int64_t k, format fmt) except -1:
+    cdef bint packed = fmt == FORMAT_FP8 or fmt == FORMAT_FP4
+    if slices == 1:
+        return 0
+    if slices not in (2, 4, 8) or k % slices or (packed and k // slices % 128):
+        raise InputError(
+            f"slices: expected 1, 2, 4 or 8 equal ones, of whole 128s for packed weights; found {slices} of K = {k}"
+        )
+    return 0
+
+
+def linear(Team team, x, Matrix w, int slices=1, int groups=1):
+    """float32 x [T, groups · K] and w [groups · r, K] → [T, groups · r]; Ops.linear and Ops.grouped_linear."""
+    cdef linear_args a
+    check_slices(slices, w.m.k, w.m.format)
+    if groups < 1 or w.m.n % groups:
+        raise InputError(f"grouped linear: expected outputs in {groups} equal groups, found {w.shape[0]}")
+    cdef Buffer xs = floats(x, w.m.k * groups), paired
+    a.w, a.rows, a.groups, a.slices = &w.m, xs.view.shape[0], groups, slices
+    y = empty((a.rows, w.m.n), float32)
+    cdef Buffer ys = Buffer(y)
+    a.x, a.y = <const float *>xs.view.buf, <float *>ys.view.buf
+    if a.rows == 0 or w.m.n == 0:
+        return y
+    if w.m.format == FORMAT_FP4:
+        paired = Buffer(empty(xs.view.len // 4, float32))
+        with nogil:
+            team.kernels.deinterleave(a.x, <float *>paired.view.buf, xs.view.len // 4)
+        a.x = <const float *>paired.view.buf
+    team.run(team.kernels.linear, &a, team.share(<double>a.rows * w.m.n * w.m.k))
+    return y
+
+
+def swiglu(Team team, g, u, weight, float limit):
+    """Ops.swiglu."""
+    cdef Buffer gs = floats(g, -1), us = floats(u, gs.view.shape[1]), ws
+    cdef swiglu_args a
+    a.rows, a.n, a.limit, a.weight = gs.view.shape[0], gs.view.shape[1], limit, NULL
+    if us.view.shape[0] != a.rows:
+        raise InputError(f"swiglu: expected {a.rows} rows of u, found {us.view.shape[0]}")
+    if weight is not None:
+        ws = Buffer(weight)
+        if ws.view.ndim != 1 or ws.view.format[0] != c"f" or ws.view.shape[0] != a.rows:
+            raise InputError(f"swiglu weight: expected float32 [{a.rows}], found {weight.dtype} {weight.shape}")
+        a.weight = <const float *>ws.view.buf
+    y = empty((a.rows, a.n), float32)
+    cdef Buffer ys = Buffer(y)
+    a.g, a.u, a.y = <const float *>gs.view.buf, <const float *>us.view.buf, <float *>ys.view.buf
+    team.run(team.kernels.swiglu, &a, team.share(20.0 * a.rows * a.n))
+    return y
+
+
+cdef class MoeScratch:
+    """The work areas of one moe call, in one allocation."""
+
+    cdef char *memory
+    cdef moe_args a
+    cdef int32_t *expert
+    cdef int64_t *first
+    cdef int32_t *row
+    cdef float *weight
+    cdef int64_t *count
+
+    def __cinit__(self, Bank bank, int64_t rows, int64_t k, int slices, int threads):
+        cdef int64_t entries = rows * (k + 1), total = 0
+        cdef int64_t[9] sizes = [
+            4 * rows * bank.dim, 4 * rows * bank.dim if bank.any_fp4 else 0, 4 * entries * bank.inner,
+            4 * STRIP * threads * slices * rows, 4 * (bank.experts + 1), 8 * (bank.experts + 2), 4 * entries,
+            4 * entries, 8 * bank.experts,
+        ]
+        cdef int64_t[9] at
+        for i in range(9):
+            at[i] = total
+            total += (sizes[i] + 63) // 64 * 64
+        self.memory = <char *>PyMem_Malloc(total)
+        if self.memory is NULL:
+            raise MemoryError(f"moe: no {total} bytes for {rows} rows")
+        self.a.plain = <float *>(self.memory + at[0])
+        self.a.paired = <float *>(self.memory + at[1]) if bank.any_fp4 else NULL
+        self.a.act = <float *>(self.memory + at[2])
+        self.a.totals = <float *>(self.memory + at[3])
+        self.a.expert = self.expert = <int32_t *>(self.memory + at[4])
+        self.a.first = self.first = <int64_t *>(self.memory + at[5])
+        self.a.row = self.row = <int32_t *>(self.memory + at[6])
+        self.a.weight = self.weight = <float *>(self.memory + at[7])
+        self.count = <int64_t *>(self.memory + at[8])
+
+    def __dealloc__(self):
+        PyMem_Free(self.memory)
+
+    cdef bint plan(self, const int32_t *ids, const float *weights, int64_t rows, int64_t k, int experts) noexcept nogil:
+        """Sorts (row, choice) by expert, rows ascending, then every row for the shared expert. False: a wrong id."""
+        cdef int64_t i, e, entries, uses = 0, at = 0
+        for e in range(experts):
+            self.count[e] = 0
+        for i in range(rows * k):
+            if ids[i] < 0 or ids[i] >= experts:
+                return False
+            self.count[ids[i]] += 1
+        for e in range(experts):
+            entries = self.count[e]
+            self.count[e] = at
+            if entries:
+                self.expert[uses] = <int32_t>e
+                self.first[uses] = at
+                uses += 1
+                at += entries
+        for i in range(rows * k):
+            e = self.count[ids[i]]
+            self.count[ids[i]] += 1
+            self.row[e] = <int32_t>(i // k)
+            self.weight[e] = weights[i]
+        self.expert[uses] = experts
+        self.first[uses] = at
+        for i in range(rows):
+            self.row[at + i] = <int32_t>i
+            self.weight[at + i] = 1.0
+        self.first[uses + 1] = at + rows
+        self.a.uses = uses + 1
+        return True
+
+
+def moe(Team team, x, ids, weights, Bank bank, float limit, int slices):
+    """Ops.moe: x [T, d], ids int32 [T, k], weights [T, k] → [T, d]."""
+    check_slices(slices, bank.inner, FORMAT_FP4)
+    cdef Buffer xs = floats(x, bank.dim), ws = floats(weights, -1), ns = Buffer(ids)
+    cdef int64_t rows = xs.view.shape[0], k = ws.view.shape[1]
+    if (ns.view.ndim != 2 or ns.view.format[0] != c"i" or ns.view.shape[0] != rows or ns.view.shape[1] != k
+            or ws.view.shape[0] != rows):
+        raise InputError(
+            f"moe: expected ids int32 and weights float32 [{rows}, k], found {ids.dtype} {ids.shape} and {weights.shape}"
+        )
+    y = empty((rows, bank.dim), float32)
+    if rows == 0:
+        return y
+    cdef Buffer ys = Buffer(y)
+    cdef int threads = team.share(3.0 * rows * (k + 1) * bank.dim * bank.inner)
+    cdef MoeScratch scratch = MoeScratch(bank, rows, k, slices, threads)
+    if not scratch.plan(<const int32_t *>ns.view.buf, <const float *>ws.view.buf, rows, k, bank.experts):
+        raise InputError(f"moe: expected expert ids 0 to {bank.experts - 1}, found {ids.min()} to {ids.max()}")
+    cdef moe_args *a = &scratch.a
+    a.matrices, a.x, a.y = bank.matrices, <const float *>xs.view.buf, <float *>ys.view.buf
+    a.rows, a.d, a.inner, a.limit, a.slices = rows, bank.dim, bank.inner, limit, slices
+    a.next_inner = a.next_output = 0
+    team.run(team.kernels.moe, a, threads)
+    return y

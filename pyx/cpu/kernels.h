@@ -4,9 +4,12 @@
  * Argument structs are declared here; the bodies are in the headers that kernels_body.h includes.
  */
 #pragma once
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include "team.h"
+
+#define STRIP 16 /* outputs of a linear that are computed together */
 
 enum format { FORMAT_FP8, FORMAT_FP4, FORMAT_BF16, FORMAT_F32 };
 
@@ -38,12 +41,31 @@ struct swiglu_args {
     float limit; /* 0: none */
 };
 
+/* The experts of one layer for all rows. Every distinct expert in use is one "use" with its entries (row, weight). */
+struct moe_args {
+    const struct matrix *matrices; /* w1, w2, w3 of expert 0, of expert 1, .., of the shared one */
+    const float *x;                /* [rows, d] */
+    float *y;                      /* [rows, d] */
+    int64_t rows, d, inner, uses;
+    const int32_t *expert; /* [uses] ascending, the shared one last */
+    const int64_t *first;  /* [uses + 1] where each use's entries begin */
+    const int32_t *row;    /* [entries] */
+    const float *weight;   /* [entries] */
+    float limit;
+    int slices;
+    float *plain, *paired; /* [rows, d] x rounded, and the same deinterleaved for FP4 (NULL where none is) */
+    float *act;            /* [entries, inner] */
+    float *totals;         /* [threads, slices, rows, STRIP] */
+    _Atomic int64_t next_inner, next_output; /* jobs handed out; 0 at the start */
+};
+
 #include "rows_args.h"
 
 struct kernels {
     const char *name;
     team_fn linear;
     team_fn swiglu;
+    team_fn moe;
     void (*deinterleave)(const float *x, float *y, int64_t n); /* n a multiple of 32 */
 #define ROW_KERNEL(name) team_fn name;
 #include "rows_kernels.h"

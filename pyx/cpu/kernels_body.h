@@ -8,6 +8,7 @@
 #define TEXT2(a) #a
 #define TEXT(a) TEXT2(a)
 
+#include "quant.h"
 #include "gemm.h"
 #include "moe.h"
 #include "rows.h"
@@ -16,6 +17,7 @@ const struct kernels JOIN(kernels, SET) = {
     .name = TEXT(SET),
     .linear = FN(linear),
     .swiglu = FN(swiglu),
+    .moe = FN(moe),
     .deinterleave = FN(deinterleave),
 #define ROW_KERNEL(name) .name = FN(name),
 #include "rows_kernels.h"

@@ -1,5 +1,107 @@
-/* The experts of a layer. */
+/* The experts of one layer.
+ *
+ * expert(x, w): g = w1 x, u = w3 x, a = silu(min(g, limit)) · clamp(u, ±limit) · w, then w2 a; x and a rounded to e4m3
+ * per 128 before each linear. y[slice] = Σ over a row's experts in ascending id, the shared one last; the slices of
+ * w2's inner dimension are added as a binary tree.
+ */
+
+/* silu(min(g, limit)) · clamp(u, ±limit) · weight; limit 0: no clamp */
+static void FN(swiglu_row)(const float *g, const float *u, float weight, float limit, float *y, int64_t n)
+{
+    const v16 high = v16_set1(limit), low = v16_set1(-limit), one = v16_set1(1.0f), w = v16_set1(weight);
+    for (int64_t i = 0; i < n; i += 16) {
+        const int live = n - i < 16 ? (int)(n - i) : 16;
+        v16 a = v16_load_n(g + i, live), b = v16_load_n(u + i, live);
+        if (limit > 0) { /* the value stands second, so that a NaN stays one */
+            a = v16_min(high, a);
+            b = v16_max(low, v16_min(high, b));
+        }
+        v16 silu = v16_div(a, v16_add(one, v16_exp(v16_sub(v16_zero(), a))));
+        v16_store_n(y + i, v16_mul(v16_mul(silu, b), w), live);
+    }
+}
+
 static void FN(swiglu)(void *args, int tid, int n)
 {
-    (void)args, (void)tid, (void)n;
+    const struct swiglu_args *a = args;
+    int64_t first, last;
+    team_share(a->rows, tid, n, &first, &last);
+    for (int64_t t = first; t < last; t++)
+        FN(swiglu_row)(a->g + t * a->n, a->u + t * a->n, a->weight ? a->weight[t] : 1.0f, a->limit, a->y + t * a->n, a->n);
+}
+
+static void FN(moe_inputs)(const struct moe_args *a, int tid, int n)
+{
+    const int64_t blocks = (a->d + E4M3_BLOCK - 1) / E4M3_BLOCK;
+    int64_t first, last;
+    team_share(a->rows * blocks, tid, n, &first, &last);
+    for (int64_t job = first; job < last; job++) {
+        const int64_t k = job % blocks * E4M3_BLOCK, at = job / blocks * a->d + k;
+        const int len = (int)(a->d - k < E4M3_BLOCK ? a->d - k : E4M3_BLOCK);
+        quant_block_e4m3(a->x + at, a->plain + at, len);
+        if (a->paired) FN(deinterleave)(a->plain + at, a->paired + at, len);
+    }
+}
+
+/* The activations of one expert for 128 inner values (`block`), all its rows. */
+static void FN(moe_inner)(const struct moe_args *a, int64_t use, int64_t block)
+{
+    const struct matrix *w1 = a->matrices + 3 * (int64_t)a->expert[use], *w2 = w1 + 1, *w3 = w1 + 2;
+    const float *inputs = w1->format == FORMAT_FP4 ? a->paired : a->plain;
+    const int64_t k = block * E4M3_BLOCK;
+    const int width = (int)(a->inner - k < E4M3_BLOCK ? a->inner - k : E4M3_BLOCK);
+    float sums[BLOCK * STRIP], gates[2][BLOCK][E4M3_BLOCK];
+    for (int64_t e = a->first[use]; e < a->first[use + 1]; e += BLOCK) {
+        const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
+        const float *x[BLOCK];
+        for (int r = 0; r < rows; r++) x[r] = inputs + a->row[e + r] * a->d;
+        for (int c = 0; c < width; c += STRIP)
+            for (int which = 0; which < 2; which++) {
+                const int nn = width - c < STRIP ? width - c : STRIP;
+                FN(strip)(which ? w3 : w1, k + c, nn, x, rows, 1, sums);
+                for (int r = 0; r < rows; r++) memcpy(&gates[which][r][c], sums + r * STRIP, sizeof(float) * (size_t)nn);
+            }
+        for (int r = 0; r < rows; r++) {
+            float act[E4M3_BLOCK], *out = a->act + (e + r) * a->inner + k;
+            FN(swiglu_row)(gates[0][r], gates[1][r], a->weight[e + r], a->limit, act, width);
+            quant_block_e4m3(act, w2->format == FORMAT_FP4 ? act : out, width);
+            if (w2->format == FORMAT_FP4) FN(deinterleave)(act, out, width);
+        }
+    }
+}
+
+/* Outputs n0 .. n0+nn−1 of every row; totals [slices][rows][STRIP]. */
+static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int nn, float *totals)
+{
+    float sums[MAX_SLICES * BLOCK * STRIP];
+    memset(totals, 0, sizeof(float) * (size_t)(a->slices * a->rows * STRIP));
+    for (int64_t use = 0; use < a->uses; use++) {
+        const struct matrix *w2 = a->matrices + 3 * (int64_t)a->expert[use] + 1;
+        for (int64_t e = a->first[use]; e < a->first[use + 1]; e += BLOCK) {
+            const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
+            const float *x[BLOCK];
+            for (int r = 0; r < rows; r++) x[r] = a->act + (e + r) * a->inner;
+            FN(strip)(w2, n0, nn, x, rows, a->slices, sums);
+            for (int s = 0; s < a->slices; s++)
+                for (int r = 0; r < rows; r++)
+                    for (int c = 0; c < nn; c++)
+                        totals[(s * a->rows + a->row[e + r]) * STRIP + c] += sums[(s * rows + r) * STRIP + c];
+        }
+    }
+    for (int64_t t = 0; t < a->rows; t++)
+        for (int c = 0; c < nn; c++) a->y[t * a->d + n0 + c] = FN(tree)(totals + t * STRIP + c, a->rows * STRIP, a->slices);
+}
+
+static void FN(moe)(void *args, int tid, int n)
+{
+    struct moe_args *a = args;
+    FN(moe_inputs)(a, tid, n);
+    team_barrier(n);
+    const int64_t blocks = (a->inner + E4M3_BLOCK - 1) / E4M3_BLOCK, strips = (a->d + STRIP - 1) / STRIP;
+    for (int64_t job; (job = atomic_fetch_add(&a->next_inner, 1)) < a->uses * blocks;)
+        FN(moe_inner)(a, job / blocks, job % blocks);
+    team_barrier(n);
+    float *totals = a->totals + (int64_t)tid * a->slices * a->rows * STRIP;
+    for (int64_t job; (job = atomic_fetch_add(&a->next_output, 1)) < strips;)
+        FN(moe_outputs)(a, job * STRIP, (int)(a->d - job * STRIP < STRIP ? a->d - job * STRIP : STRIP), totals);
 }

@@ -5,6 +5,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#define V16_ROWS 4
+#define V16_COLUMNS 4
+
 typedef __m512 v16;
 typedef __m512i v16i;
 

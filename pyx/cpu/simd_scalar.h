@@ -8,6 +8,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#define V16_ROWS 2    /* rows and outputs whose sums a linear keeps in registers */
+#define V16_COLUMNS 2
+
 typedef struct { float f[16]; } v16;
 typedef struct { int32_t i[16]; } v16i;
 
