@@ -1,4 +1,4 @@
-"""The backends against each other, and each against itself: rows, runs, threads, inputs left alone."""
+"""The backends against each other, and each against itself: rows, runs, threads, instruction sets, inputs left alone."""
 
 from dataclasses import replace
 
@@ -108,12 +108,21 @@ def test_runs_repeat_and_inputs_stay(case, ops):
         same_bits(case.inputs[name], a, f"input {name}")
 
 
+@pytest.fixture(scope="module")
+def other_cpus():
+    """The CPU backend on other numbers of threads, and on each instruction set that this machine has."""
+    from dsv4._cpu import instruction_sets
+    from dsv4.ops.cpu import CpuOps
+
+    return [CpuOps(1), CpuOps(3), *(CpuOps(2, isa) for isa in instruction_sets())]
+
+
 @each_case
-def test_threads_do_not_show(case, cpu):
+def test_threads_and_instruction_sets_do_not_show(case, cpu, other_cpus):
     expected = case(cpu)
-    for threads in (1, 3):
-        for name, found in case(open_ops("cpu", threads=threads)).items():
-            same_bits(found, expected[name], f"{name} on {threads} threads")
+    for other in other_cpus:
+        for name, found in case(other).items():
+            same_bits(found, expected[name], f"{name}, {other.team.isa}, {other.team.threads} threads")
 
 
 def tree(parts):
