@@ -11,9 +11,10 @@ import hashlib
 import json
 import math
 import mmap
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, BinaryIO, Callable, NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 _POINTER = b"version https://git-lfs"
-_CHUNK = 1 << 24  # elements whose values are checked at a time
+_CHUNK = 1 << 24  # bytes read at a time when values are checked
 _SMALL = 64 * 1024  # identity: tensors up to this many bytes count in full,
 _SAMPLES = 512  # and this many of the larger ones by a few bytes
 
@@ -67,6 +68,7 @@ class Checkpoint:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise CheckpointError(f"{self.directory}: not found; expected a checkpoint directory")
+        self._files: dict[str, BinaryIO] = {}
         self._maps: dict[str, mmap.mmap] = {}
         self._tensors: dict[str, TensorInfo] = {}
         index = _read_index(self.directory)
@@ -118,14 +120,34 @@ class Checkpoint:
         """
         info = self.info(name)
         if info.shard not in self._maps:
-            with open(self.directory / info.shard, "rb") as file:
-                self._maps[info.shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._maps[info.shard] = mmap.mmap(self._file(info.shard).fileno(), 0, access=mmap.ACCESS_READ)
         dtype = np.dtype(DTYPES[info.dtype])
         array = np.frombuffer(self._maps[info.shard], dtype, math.prod(info.shape), info.begin).reshape(info.shape)
         if info.begin % dtype.itemsize:
             array = np.require(array, requirements=["ALIGNED", "OWNDATA"])
             array.flags.writeable = False
         return array
+
+    def read(self, name: str, start: int, count: int) -> bytes:
+        """`count` bytes of a tensor from its byte `start` on: for small pieces here and there.
+
+        A page touched through the map makes the system read megabytes around it; this reads what is asked for.
+        """
+        info = self.info(name)
+        data = os.pread(self._file(info.shard).fileno(), count, info.begin + start)
+        if len(data) != count:
+            raise CheckpointError(f"{self.directory / info.shard}: {name}: cut short since it was opened")
+        return data
+
+    def _file(self, shard: str) -> BinaryIO:
+        if shard not in self._files:
+            try:
+                file = self._files[shard] = open(self.directory / shard, "rb", buffering=0)
+            except OSError as error:
+                raise CheckpointError(f"{self.directory / shard}: cannot be read: {error.strerror}") from None
+            if hasattr(os, "posix_fadvise"):  # Linux
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        return self._files[shard]
 
     def check_values(self, name: str, below: int = 0) -> None:
         """Raises CheckpointError if the tensor holds a NaN, an infinity or, of integers, one outside 0..below−1.
@@ -136,18 +158,22 @@ class Checkpoint:
         if fault is None:
             return
         wrong, expectation = fault
-        flat = self.view(name).reshape(-1)
-        for start in range(0, flat.size, _CHUNK):
-            found = wrong(flat[start : start + _CHUNK])
+        dtype = np.dtype(DTYPES[info.dtype])
+        for start in range(0, info.nbytes, _CHUNK):
+            piece = np.frombuffer(self.read(name, start, min(_CHUNK, info.nbytes - start)), dtype)
+            found = wrong(piece)
             if found.any():
-                at = start + int(found.argmax())
+                at = int(found.argmax())
                 raise CheckpointError(
                     f"{self.directory / info.shard}: {name}: expected {expectation}, "
-                    f"found {flat[at]} at element {at} (stored {info.dtype})"
+                    f"found {piece[at]} at element {start // dtype.itemsize + at} (stored {info.dtype})"
                 )
 
     def close(self) -> None:
-        """Forget the maps; arrays already handed out keep theirs alive."""
+        """Close files and forget the maps; arrays already handed out keep theirs alive."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
         self._maps.clear()
 
     @property
@@ -160,13 +186,13 @@ class Checkpoint:
         digest = hashlib.sha256(json.dumps(asdict(ModelConfig.load(self.directory)), sort_keys=True).encode())
         names = self.names()
         digest.update(json.dumps([(n, self.info(n).dtype, self.info(n).shape) for n in names]).encode())
-        small = [name for name in names if self.info(name).nbytes <= _SMALL]
-        large = [name for name in names if self.info(name).nbytes > _SMALL]
+        sizes = {name: self.info(name).nbytes for name in names}
+        small = [name for name in names if sizes[name] <= _SMALL]
+        large = [name for name in names if sizes[name] > _SMALL]
         for name in small:
-            digest.update(self.view(name).tobytes())
+            digest.update(self.read(name, 0, sizes[name]))
         for name in large[:: len(large) // _SAMPLES + 1]:
-            row = self.view(name).reshape(-1)
-            digest.update(row[row.size // 2 :][:64].tobytes())
+            digest.update(self.read(name, sizes[name] // 2, 64))
         return digest.hexdigest()
 
 

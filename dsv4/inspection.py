@@ -186,7 +186,7 @@ def _render_model(report: dict[str, Any]) -> list[str]:
     rows = [
         ("parameters", f"{_billions(count['main'])}, of which a token meets {_billions(count['active'])}"
                        + (f"; draft {_billions(count['draft'])}" if draft else "")),
-        ("layers", f"{layers['count']}, window {layers['window']}, the first {layers['hash_routed']} routed by token id"),
+        ("layers", f"{layers['count']}, window {layers['window']}, first {layers['hash_routed']} routed by token id"),
     ]  # fmt: skip
     for kind in layers["kinds"]:
         name = kind["kind"] + (f", ratio {kind['ratio']}" if kind["ratio"] else "")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dsv4.checkpoint import INDEX, SINGLE, Checkpoint
+from dsv4.checkpoint import DTYPES, INDEX, SINGLE, Checkpoint
 from dsv4.errors import CheckpointError
 from variants import Files, Tensor, poison, scatter, spell_newer, write_shard
 
@@ -180,7 +180,8 @@ def entry(dtype="F32", shape=(2,), begin=0, end=8):
     (b"\xff\xfe", b"", "not JSON"), (b"[" * 100_000, b"", "not JSON"),
     ({"a": 3}, b"", "a: expected dtype"), ({"a": {"dtype": "F32"}}, b"", "a: expected dtype"),
     ({"a": entry(dtype="F4")}, b"", "a: unknown dtype 'F4'"), ({"a": entry(dtype=["F32"])}, b"", "a: unknown dtype"),
-    ({"a": entry(shape=(-2,))}, bytes(8), "a: expected integers"), ({"a": entry(shape=(2.0,))}, bytes(8), "a: expected int"),
+    ({"a": entry(shape=(-2,))}, bytes(8), "a: expected integers"),
+    ({"a": entry(shape=(2.0,))}, bytes(8), "a: expected integers"),
     ({"a": entry(end=9)}, bytes(9), r"a: F32 \[2\] needs 8 bytes, its data_offsets span 9"),
     ({"a": entry(begin=8, end=0)}, bytes(8), "a: .* needs 8 bytes"),
     ({"a": entry()}, bytes(7), "truncated: a ends"), ({"a": entry()}, bytes(9), "1 bytes after the last"),
@@ -217,3 +218,39 @@ def test_truncation_at_every_byte_of_a_small_shard(tmp_path):
     for length in range(len(whole)):
         (tmp_path / SINGLE).write_bytes(whole[:length])
         fails(tmp_path, SINGLE, "truncated")
+
+
+# ---------------------------------------------------------------------- values
+GOOD = {"F8_E8M0": [0, 0x7F, 0xFE], "F8_E4M3": [0, 0x7E, 0xFE, 0x80], "BF16": [0, 0x7F7F, 0xFF7F, 0x8000],
+        "F32": [0.0, -3e38, 1e-45], "I64": [0, 4], "I8": [-128, 127, -1]}  # fmt: skip
+BAD = {"F8_E8M0": [0xFF], "F8_E4M3": [0x7F, 0xFF], "BF16": [0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81],
+       "F32": [np.nan, np.inf, -np.inf], "I64": [5, -1, 1 << 40]}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", GOOD)
+def test_values_good_and_bad(tmp_path, monkeypatch, dtype):
+    """Every bad value at every place, over several pieces and at an odd offset; each named with its place."""
+    monkeypatch.setattr("dsv4.checkpoint._CHUNK", 16)
+    whole = np.resize(np.array(GOOD[dtype], DTYPES[dtype]), 37)
+
+    def check(array):
+        write_shard(tmp_path / SINGLE, {"t": Tensor(dtype, (37,), array.tobytes())}, shift=1)
+        with Checkpoint(tmp_path) as checkpoint:
+            checkpoint.check_values("t", below=5)
+
+    check(whole)
+    for bad in BAD.get(dtype, []):
+        for at in range(37):
+            array = whole.copy()
+            array[at] = bad
+            with pytest.raises(CheckpointError, match=rf"{SINGLE}: t: expected .* found .* at element {at} "):
+                check(array)
+
+
+def test_shard_cut_short_while_open(files, tmp_path):
+    files.write(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        shard = checkpoint.info("head.weight").shard
+        os.truncate(tmp_path / shard, 4096)
+        with pytest.raises(CheckpointError, match=f"{re.escape(shard)}: head.weight: cut short"):
+            checkpoint.check_values("head.weight")

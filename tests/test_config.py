@@ -33,7 +33,9 @@ def test_real_release(real):
     assert (real.eos_token_ids, real.n_routed_experts, real.main_hidden_size) == ((1,), 160, 3 * 4096)
 
 
-@pytest.mark.parametrize("name, attention, experts", [("tiny-m", 1, 1), ("tiny-tp", 8, 8), ("tiny-a", 2, 1), ("tiny-b", 4, 2)])
+@pytest.mark.parametrize("name, attention, experts", [
+    ("tiny-m", 1, 1), ("tiny-tp", 8, 8), ("tiny-a", 2, 1), ("tiny-b", 4, 2),
+])  # fmt: skip
 def test_slices(name, attention, experts):
     config = ModelConfig.from_dict(hf_config(name))
     assert (config.attention_slices, config.moe_slices) == (attention, experts)
@@ -229,8 +231,10 @@ def test_threads(clean):
     assert RunConfig.from_env(threads=2).threads == 2
 
 
-@pytest.mark.parametrize("name, value", [("DSV4_THREADS", "two"), ("DSV4_MAX_CONTEXT", "0"), ("DSV4_CHUNK", "-1"),
-                                         ("DSV4_MAX_SESSIONS", ""), ("DSV4_DEBUG", "yes"), ("DSV4_TREADS", "1")])  # fmt: skip
+@pytest.mark.parametrize("name, value", [
+    ("DSV4_THREADS", "two"), ("DSV4_MAX_CONTEXT", "0"), ("DSV4_CHUNK", "-1"), ("DSV4_MAX_SESSIONS", ""),
+    ("DSV4_DEBUG", "yes"), ("DSV4_TREADS", "1"),
+])  # fmt: skip
 def test_environment_errors_name_the_variable(clean, name, value):
     clean.setenv(name, value)
     with pytest.raises(ConfigError, match=name):

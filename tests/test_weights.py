@@ -68,52 +68,106 @@ def test_every_tensor_reaches_the_backend_once(checkpoint_dir, name):
     assert reports[-1] == (total, total) and [r[0] for r in reports] == sorted(r[0] for r in reports)
 
 
-def test_fields_hold_what_their_names_say(tiny_root):
-    directory = tiny_root / "tiny-m"
-    w, c = load(directory), ModelConfig.load(directory)
+class Same:
+    """Compares what the backend was given with the tensors of a checkpoint."""
+
+    def __init__(self, checkpoint):
+        self.view = checkpoint.view
+
+    def vector(self, leaf, name):
+        return leaf[0] == "vector" and np.array_equal(leaf[1], self.view(name))
+
+    def table(self, leaf, name):
+        stored = self.view(name)
+        return leaf[0] == "table" and leaf[1].dtype == stored.dtype and np.array_equal(leaf[1], stored)
+
+    def matrix(self, leaf, fmt, name):
+        kind, given, weight, scale = leaf
+        if fmt in ("fp8", "fp4"):
+            stored = self.view(name + ".weight").view(np.uint8)
+            scaled = np.array_equal(scale, self.view(name + ".scale"))
+        else:
+            stored, scaled = self.view(name), scale is None
+        same = weight.dtype == stored.dtype and np.array_equal(weight, stored)
+        return (kind, given) == ("matrix", fmt) and same and scaled
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_root, tmp_path_factory):
+    """tiny-m with two different epsilons: (weights, config, Same)."""
+    files = Files.read(tiny_root / "tiny-m")
+    files.config.update(hc_eps=2e-6, rms_norm_eps=3e-6)
+    directory = files.write(tmp_path_factory.mktemp("epsilons"))
     with Checkpoint(directory) as checkpoint:
-        view = checkpoint.view
+        yield load(directory), ModelConfig.load(directory), Same(checkpoint)
 
-        def is_vector(leaf, name):
-            return leaf[0] == "vector" and np.array_equal(leaf[1], view(name))
 
-        def is_matrix(leaf, fmt, name):
-            scaled = fmt in ("fp8", "fp4")
-            stem = name.removesuffix(".weight")
-            weight = view(stem + ".weight").view(np.uint8) if scaled else view(name)
-            scale = np.array_equal(leaf[3], view(stem + ".scale")) if scaled else leaf[3] is None
-            return leaf[:2] == ("matrix", fmt) and leaf[2].dtype == weight.dtype and np.array_equal(leaf[2], weight) and scale
+def test_fields_of_the_model(loaded):
+    w, _, same = loaded
+    assert same.table(w.embed, "embed.weight") and same.matrix(w.head, "bf16", "head.weight")
+    assert same.vector(w.norm, "norm.weight") and same.matrix(w.hc_head.fn, "f32", "hc_head_fn")
+    assert same.vector(w.hc_head.base, "hc_head_base") and same.vector(w.hc_head.scale, "hc_head_scale")
 
-        one, two = w.blocks[1], w.blocks[2]
-        assert is_vector(one.attn_norm, "layers.1.attn_norm.weight") and is_vector(one.ffn_norm, "layers.1.ffn_norm.weight")
-        assert is_matrix(one.hc_attn.fn, "f32", "layers.1.hc_attn_fn") and is_vector(one.hc_ffn.base, "layers.1.hc_ffn_base")
-        assert (one.hc_attn.streams, one.hc_attn.iterations) == (4, 20)
-        assert (one.hc_attn.eps, one.hc_attn.norm_eps) == (c.hc_eps, c.rms_norm_eps)
-        for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"):
-            assert is_matrix(getattr(one.attn, name), "fp8", f"layers.1.attn.{name}.weight")
-        assert is_vector(one.attn.sink, "layers.1.attn.attn_sink") and is_vector(one.attn.kv_norm, "layers.1.attn.kv_norm.weight")
-        assert [b.attn.ratio for b in w.blocks] == [0, 4, 16, 4, 0] and w.blocks[0].attn.compressor is None
-        assert is_matrix(two.attn.compressor.wgate, "bf16", "layers.2.attn.compressor.wgate.weight")
-        assert (two.attn.compressor.ratio, two.attn.compressor.dim, two.attn.indexer) == (16, 128, None)
-        indexer = one.attn.indexer
-        assert is_matrix(indexer.wq_b, "fp8", "layers.1.attn.indexer.wq_b.weight") and (indexer.heads, indexer.dim) == (8, 64)
-        assert is_vector(indexer.compressor.ape, "layers.1.attn.indexer.compressor.ape") and indexer.compressor.dim == 64
-        assert is_matrix(one.ffn.gate, "bf16", "layers.1.ffn.gate.weight") and is_vector(one.ffn.bias, "layers.1.ffn.gate.bias")
-        assert w.blocks[0].ffn.bias is None and one.ffn.fixed is None
-        assert w.blocks[0].ffn.fixed[0] == "table" and w.blocks[0].ffn.fixed[1].dtype == np.int64
-        _, experts, shared = one.ffn.bank
-        assert len(experts) == 8
-        for e, expert in enumerate(experts):
-            for name, leaf in zip(("w1", "w2", "w3"), expert):
-                assert is_matrix(leaf, "fp4", f"layers.1.ffn.experts.{e}.{name}.weight")
-        for name, leaf in zip(("w1", "w2", "w3"), shared):
-            assert is_matrix(leaf, "fp8", f"layers.1.ffn.shared_experts.{name}.weight")
-        d = w.draft
-        assert len(d.stages) == 3 and d.stages[2].attn.ratio == 0 and is_vector(d.norm, "mtp.2.norm.weight")
-        assert is_matrix(d.main_proj, "fp8", "mtp.0.main_proj.weight") and is_vector(d.main_norm, "mtp.0.main_norm.weight")
-        assert d.markov_w1[0] == "table" and is_matrix(d.markov_w2, "bf16", "mtp.2.markov_head.markov_w2.weight")
-        assert is_matrix(d.confidence, "bf16", "mtp.2.confidence_head.proj.weight") and is_vector(d.hc_head.scale, "mtp.2.hc_head_scale")
-        assert w.embed[0] == "table" and is_matrix(w.head, "bf16", "head.weight") and is_vector(w.norm, "norm.weight")
+
+def test_fields_of_a_block(loaded):
+    w, _, same = loaded
+    block = w.blocks[1]
+    for name in ("attn_norm", "ffn_norm"):
+        assert same.vector(getattr(block, name), f"layers.1.{name}.weight")
+    for name in ("hc_attn", "hc_ffn"):
+        hc = getattr(block, name)
+        assert same.matrix(hc.fn, "f32", f"layers.1.{name}_fn") and same.vector(hc.base, f"layers.1.{name}_base")
+        assert same.vector(hc.scale, f"layers.1.{name}_scale")
+        assert (hc.streams, hc.iterations, hc.eps, hc.norm_eps) == (4, 20, 2e-6, 3e-6)
+
+
+def test_fields_of_attention(loaded):
+    w, _, same = loaded
+    attn, at = w.blocks[1].attn, "layers.1.attn."
+    for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"):
+        assert same.matrix(getattr(attn, name), "fp8", at + name)
+    assert same.vector(attn.sink, at + "attn_sink") and same.vector(attn.kv_norm, at + "kv_norm.weight")
+    assert same.vector(attn.q_norm, at + "q_norm.weight")
+    assert [block.attn.ratio for block in w.blocks] == [0, 4, 16, 4, 0] and w.blocks[0].attn.compressor is None
+    wide = w.blocks[2].attn
+    assert (wide.compressor.ratio, wide.compressor.dim, wide.indexer) == (16, 128, None)
+    indexer = attn.indexer
+    assert (indexer.heads, indexer.dim, indexer.compressor.ratio, indexer.compressor.dim) == (8, 64, 4, 64)
+    assert same.matrix(indexer.wq_b, "fp8", at + "indexer.wq_b")
+    assert same.matrix(indexer.weights_proj, "bf16", at + "indexer.weights_proj.weight")
+    for compressor, where in ((attn.compressor, at + "compressor."), (indexer.compressor, at + "indexer.compressor."),
+                              (wide.compressor, "layers.2.attn.compressor.")):  # fmt: skip
+        assert same.matrix(compressor.wkv, "bf16", where + "wkv.weight")
+        assert same.matrix(compressor.wgate, "bf16", where + "wgate.weight")
+        assert same.vector(compressor.ape, where + "ape") and same.vector(compressor.norm, where + "norm.weight")
+
+
+def test_fields_of_experts(loaded):
+    w, _, same = loaded
+    hashed, scored = w.blocks[0].ffn, w.blocks[1].ffn
+    assert same.matrix(scored.gate, "bf16", "layers.1.ffn.gate.weight")
+    assert same.vector(scored.bias, "layers.1.ffn.gate.bias") and scored.fixed is None
+    assert same.table(hashed.fixed, "layers.0.ffn.gate.tid2eid") and hashed.bias is None
+    _, experts, shared = scored.bank
+    assert len(experts) == 8
+    for e, expert in enumerate(experts):
+        for name, leaf in zip(("w1", "w2", "w3"), expert):
+            assert same.matrix(leaf, "fp4", f"layers.1.ffn.experts.{e}.{name}")
+    for name, leaf in zip(("w1", "w2", "w3"), shared):
+        assert same.matrix(leaf, "fp8", f"layers.1.ffn.shared_experts.{name}")
+
+
+def test_fields_of_the_draft(loaded):
+    w, _, same = loaded
+    d = w.draft
+    assert len(d.stages) == 3 and all(stage.attn.ratio == 0 for stage in d.stages)
+    for s, stage in enumerate(d.stages):
+        assert same.matrix(stage.attn.wkv, "fp8", f"mtp.{s}.attn.wkv")
+    assert same.matrix(d.main_proj, "fp8", "mtp.0.main_proj") and same.vector(d.main_norm, "mtp.0.main_norm.weight")
+    assert same.vector(d.norm, "mtp.2.norm.weight") and same.vector(d.hc_head.scale, "mtp.2.hc_head_scale")
+    assert same.table(d.markov_w1, "mtp.2.markov_head.markov_w1.weight")
+    assert same.matrix(d.markov_w2, "bf16", "mtp.2.markov_head.markov_w2.weight")
+    assert same.matrix(d.confidence, "bf16", "mtp.2.confidence_head.proj.weight")
 
 
 def test_shard_rules_of_the_table():
@@ -122,7 +176,8 @@ def test_shard_rules_of_the_table():
     assert sharded == {
         "head.weight": "vocab", "attn.wq_b": "heads", "attn.attn_sink": "heads", "attn.wo_a": "o_groups",
         "attn.wo_b": "o_groups", "w1": "moe_inter", "w2": "moe_inter", "w3": "moe_inter",
-        "ffn.shared_experts.w1": "moe_inter", "ffn.shared_experts.w2": "moe_inter", "ffn.shared_experts.w3": "moe_inter",
+        "ffn.shared_experts.w1": "moe_inter", "ffn.shared_experts.w2": "moe_inter",
+        "ffn.shared_experts.w3": "moe_inter",
     }  # fmt: skip
 
 
@@ -215,7 +270,8 @@ def test_every_poisoned_tensor_is_named(files, tmp_path, value):
             broken = files.copy()
             poison(broken, name, value)
             overwrite(tmp_path / info.shard, info.begin, broken.get(name).data)
-            with pytest.raises(CheckpointError, match=f"{re.escape(info.shard)}: {re.escape(name)}: expected .*, found"):
+            place = re.escape(f"{info.shard}: {name}: expected ")
+            with pytest.raises(CheckpointError, match=f"{place}.*, found"):
                 checkpoint.check_values(name, layout.tensors[name].experts)
             overwrite(tmp_path / info.shard, info.begin, tensor.data)
         check_values(checkpoint, layout, deep=True)
@@ -239,9 +295,10 @@ def test_poison_stops_the_load(files, tmp_path, name):
 def test_values_of_a_huge_checkpoint(files, tmp_path, monkeypatch):
     """Above the limit, expert scales and large matrices wait for the deep check; everything small does not."""
     monkeypatch.setattr("dsv4.weights._DEEP_LIMIT", 1)
-    for name, at_load in {"layers.1.ffn.experts.3.w2.scale": False, "embed.weight": False, "mtp.0.attn.wkv.weight": False,
-                          "layers.1.ffn.shared_experts.w2.scale": True, "layers.1.attn.attn_sink": True,
-                          "layers.0.ffn.gate.tid2eid": True, "mtp.1.hc_head_fn": True}.items():  # fmt: skip
+    for name, at_load in {"layers.1.ffn.experts.3.w2.scale": False, "embed.weight": False,
+                          "mtp.0.attn.wkv.weight": False, "layers.1.ffn.shared_experts.w2.scale": True,
+                          "layers.1.attn.attn_sink": True, "layers.0.ffn.gate.tid2eid": True,
+                          "mtp.1.hc_head_fn": True}.items():  # fmt: skip
         broken = files.copy()
         poison(broken, name)
         broken.write(tmp_path)

@@ -164,7 +164,7 @@ def mute_experts(files: Files, keep: list[int], root: str = "layers") -> None:
 
 
 def prune_experts(files: Files, keep: list[int], root: str = "layers") -> None:
-    """Only the experts in `keep` (ascending), renumbered from 0; root "mtp": the draft's instead of the main layers'."""
+    """Only the experts in `keep` (ascending), renumbered from 0; root "mtp": the draft's, not the main layers'."""
     for name in files.names():
         if not name.startswith(root):
             continue
