@@ -43,24 +43,39 @@ cli.add_command(bench)
 @prompt_options
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="End after this many new tokens.")
 @click.option(
-    "--temperature", type=float, default=1.0, show_default=True,
+    "--temperature",
+    type=float,
+    default=1.0,
+    show_default=True,
     help="0 always takes the most likely token; higher is more varied.",
 )
 @click.option("--top-k", type=int, default=0, show_default=True, help="Choose among the K most likely tokens; 0: all.")
 @click.option(
-    "--top-p", type=float, default=1.0, show_default=True,
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
     help="Choose among the fewest tokens that together have this probability; 1: all.",
 )
 @click.option(
-    "--min-p", type=float, default=0.0, show_default=True,
+    "--min-p",
+    type=float,
+    default=0.0,
+    show_default=True,
     help="Leave out tokens less likely than this times the most likely one; 0: none.",
 )
-@click.option("--seed", type=int, help="Makes sampling repeatable: same seed, same tokens. Default: a new one each run.")
+@click.option(
+    "--seed", type=int, help="Makes sampling repeatable: same seed, same tokens. Default: a new one each run."
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (may be given several times).")
-@click.option("--stop-id", "stop_ids", multiple=True, type=int, metavar="ID", help="End at this token id (several times).")
+@click.option(
+    "--stop-id", "stop_ids", multiple=True, type=int, metavar="ID", help="End at this token id (several times)."
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end token.")
 @click.option(
-    "--logprobs", type=int, metavar="N",
+    "--logprobs",
+    type=int,
+    metavar="N",
     help="With --json: the log-probability of every token, and of the N ≤ 20 most likely ones at its place.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON record at the end instead of the text.")
@@ -121,11 +136,11 @@ def _record(result, load_s: float) -> dict:
 @cli.command()
 @click.argument("directory", metavar="DIR|nano")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("--deep", is_flag=True, help="Also read the data and check every scale (slow on a large checkpoint).")
+@click.option("--deep", is_flag=True, help="Also read all data and check every value (slow on a large checkpoint).")
 def inspect(directory, as_json, deep):
     """Describe a checkpoint without running it: layers, experts, draft stages, bytes by kind, what fits where.
 
-    Only the headers are read, so it takes seconds on any size.
+    Only the headers are read (without --deep), so it takes seconds on any size.
 
     \b
     Examples:
@@ -141,9 +156,13 @@ def inspect(directory, as_json, deep):
 
 @cli.command()
 @prompt_options
-@click.option("--topk", type=click.IntRange(min=1), default=5, show_default=True, metavar="K", help="How many candidates.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE.safetensors",
+    "--topk", type=click.IntRange(min=1), default=5, show_default=True, metavar="K", help="How many candidates."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE.safetensors",
     help="Write all logits: one tensor `logits`, float32 [tokens, vocabulary], a row per token.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON record, which `parity` can compare.")
@@ -177,7 +196,10 @@ def logits(model, prompt, prompt_file, tokens, topk, out, as_json, settings):
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option(
-    "--margin", type=click.FloatRange(min=0), default=0.3, show_default=True,
+    "--margin",
+    type=click.FloatRange(min=0),
+    default=0.3,
+    show_default=True,
     help="How close A's two best logits must be for another choice of B to count as a tie.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
@@ -203,14 +225,18 @@ def parity(ctx, a, b, margin, as_json):
 def main(arguments: list[str] | None = None) -> int:
     """Run a command → its exit status: 2 for what the user can mend (one line on stderr), 130 after Ctrl-C."""
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?" instead of failing
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        status = cli.main(arguments, prog_name="python -m dsv4", standalone_mode=False)
+        with cli.make_context("python -m dsv4", arguments) as context:
+            cli.invoke(context)
         sys.stdout.flush()
-        return status if isinstance(status, int) else 0
+        return 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: nothing to flush at exit

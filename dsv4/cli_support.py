@@ -12,10 +12,14 @@ import click
 from .errors import InputError
 
 ENGINE_OPTIONS = (
-    click.option("--backend", metavar="NAME", help="cpu: compiled kernels (default); reference: plain NumPy, very slow."),
+    click.option(
+        "--backend", metavar="NAME", help="cpu: compiled kernels (default); reference: plain NumPy, very slow."
+    ),
     click.option("--threads", type=int, help="Threads to compute with. Default: OMP_NUM_THREADS, else all cores."),
     click.option("--max-context", type=int, metavar="N", help="Longest prompt and answer together, in tokens."),
-    click.option("--chunk", type=int, metavar="N", help="Tokens of a prompt that run at once. Changes speed, not results."),
+    click.option(
+        "--chunk", type=int, metavar="N", help="Tokens of a prompt that run at once. Changes speed, not results."
+    ),
     click.option("--debug", is_flag=True, default=None, help="Look for bad numbers after every layer (slower)."),
 )
 
@@ -35,7 +39,9 @@ def engine_options(command):
 
 
 def model_option(command):
-    return click.option("--model", default="nano", show_default=True, metavar="DIR|nano", help="Checkpoint directory.")(command)
+    return click.option("--model", default="nano", show_default=True, metavar="DIR|nano", help="Checkpoint directory.")(
+        command
+    )
 
 
 def prompt_options(command):
@@ -60,8 +66,10 @@ def read_prompt(prompt: str | None, prompt_file: str | None, tokens: str | None)
         return _read_text(prompt_file)
     try:
         return [int(part) for part in tokens.split(",")] if tokens.strip() else []
-    except ValueError:
-        raise click.BadParameter(f"expected ids separated by commas, such as 1,2,3; found {tokens!r}", param_hint="--tokens")
+    except ValueError as error:
+        raise click.BadParameter(
+            f"expected ids separated by commas, such as 1,2,3; found {tokens!r}", param_hint="--tokens"
+        ) from error
 
 
 def _read_text(name: str) -> str:
@@ -71,7 +79,9 @@ def _read_text(name: str) -> str:
     except OSError as error:
         raise InputError(f"{name}: expected a readable file; {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{name}: expected UTF-8 text; found byte {data[error.start]:#04x} at {error.start}") from error
+        raise InputError(
+            f"{name}: expected UTF-8 text; found byte {data[error.start]:#04x} at {error.start}"
+        ) from error
 
 
 def load_engine(model: str, settings: dict, progress):

@@ -1,8 +1,8 @@
 """Generation: a prompt in, a stream of steps out, with the reasons to stop.
 
-    tokens of a completion  every token chosen, the end token or stop id that finished it included
-    text of a completion    a prefix of the decoded tokens: without the end token or stop id, and cut before the first
-                            stop text, which may begin inside a token and span several
+tokens of a completion  every token chosen, the end token or stop id that finished it included
+text of a completion    a prefix of the decoded tokens: without the end token or stop id, and cut before the first
+                        stop text, which may begin inside a token and span several
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _check(engine, tokens: list[int], params: SamplingParams) -> None:
     """InputError where the request cannot be served by this engine."""
     if len(tokens) >= engine.max_context:
         raise InputError(
-            f"prompt: expected at most {engine.max_context - 1} tokens (the context holds {engine.max_context}, and one "
-            f"is to be generated); found {len(tokens)}"
+            f"prompt: expected at most {engine.max_context - 1} tokens (a context of {engine.max_context}, one of them to "
+            f"be generated); found {len(tokens)}; shorten it or load with a larger max_context"
         )
     vocab = engine.config.vocab_size
     if params.stop and engine.tokenizer is None:
@@ -147,7 +147,9 @@ def _steps(engine, prompt: list[int], params: SamplingParams, progress) -> Itera
                 return
 
 
-def complete(engine, prompt: str | Sequence[int], params: SamplingParams | None = None, progress=None, on_step=None) -> Completion:
+def complete(
+    engine, prompt: str | Sequence[int], params: SamplingParams | None = None, progress=None, on_step=None
+) -> Completion:
     """The whole answer at once; on_step(step) sees every step as it comes.
 
     prefill_s runs to the first token, decode_s from there to the last; decode_tps counts the tokens after the first.

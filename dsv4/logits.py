@@ -61,6 +61,7 @@ def _header(shape: tuple[int, int]) -> bytes:
 
 def render(engine, result: dict) -> str:
     """A line per position: its token, and the candidates for the one after it with their logits."""
+
     def name(token: int) -> str:
         return str(token) if engine.tokenizer is None else f"{token} {engine.tokenizer.decode([token])!r}"
 

@@ -19,7 +19,7 @@ VERDICTS = ("argmax_agree", "near_tie", "diverged")
 
 @dataclass(frozen=True)
 class Row:
-    """One position: what A and B chose, by how much A preferred its choice over its second (logits), and the verdict."""
+    """One position: what A and B chose, by how much A preferred its choice to its second (logits), the verdict."""
 
     position: int
     a: int
@@ -58,14 +58,18 @@ def read(path: str | Path) -> tuple[object, list[list[tuple[int, float]]], bool]
     except ValueError as error:
         raise InputError(f"{path}: expected JSON; {error}") from error
     if not isinstance(data, dict) or not {"prompt", "topk"} <= data.keys():
-        raise InputError(f'{path}: expected one record with keys "prompt" and "topk", as `logits --topk K --json` prints')
+        raise InputError(
+            f'{path}: expected one record with keys "prompt" and "topk", as `logits --topk K --json` prints'
+        )
     topk = data["topk"]
     flat = isinstance(topk, list) and bool(topk) and isinstance(topk[0], dict)
     rows = [topk] if flat else topk
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path}: topk: expected a list of candidates per position; found {str(topk)[:60]}")
     if isinstance(data["prompt"], list) and not flat and len(rows) != len(data["prompt"]):
-        raise InputError(f"{path}: topk: expected {len(data['prompt'])} positions, one per prompt token; found {len(rows)}")
+        raise InputError(
+            f"{path}: topk: expected {len(data['prompt'])} positions, one per prompt token; found {len(rows)}"
+        )
     return data["prompt"], [_candidates(path, number, row) for number, row in enumerate(rows)], flat
 
 
@@ -81,7 +85,9 @@ def _candidates(path, number: int, row) -> list[tuple[int, float]]:
             )
         found.append((token, float(logit)))
     if not found or len({token for token, _ in found}) != len(found):
-        raise InputError(f"{path}: topk[{number}]: expected at least one candidate, each token once; found {str(row)[:60]}")
+        raise InputError(
+            f"{path}: topk[{number}]: expected at least one candidate, each token once; found {str(row)[:60]}"
+        )
     return sorted(found, key=lambda candidate: (-candidate[1], candidate[0]))
 
 
@@ -101,7 +107,9 @@ def compare(a: str | Path, b: str | Path, margin: float = MARGIN) -> Report:
         raise InputError(f"{b}: expected {len(rows_a)} positions as in {a}; found {len(rows_b)}")
     first = len(prompt_a) - len(rows_a) if isinstance(prompt_a, list) else 0
     rows = [_judge(first + i, ra, rb, margin) for i, (ra, rb) in enumerate(zip(rows_a, rows_b))]
-    shared = [abs(logit - dict(rb)[token]) for ra, rb in zip(rows_a, rows_b) for token, logit in ra if token in dict(rb)]
+    shared = [
+        abs(logit - dict(rb)[token]) for ra, rb in zip(rows_a, rows_b) for token, logit in ra if token in dict(rb)
+    ]
     return Report(rows, margin, max(shared, default=0.0))
 
 

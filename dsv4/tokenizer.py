@@ -59,7 +59,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path, config=None) -> Tokenizer | None:
-        """The tokenizer of a checkpoint directory; None if it has no tokenizer.json. With a ModelConfig, also check it."""
+        """The tokenizer of a checkpoint directory, None if it has no tokenizer.json; checked if given a ModelConfig."""
         directory = Path(directory)
         if not (directory / "tokenizer.json").exists():
             return None
@@ -106,7 +106,9 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise InputError(f"text: expected valid Unicode; found a lone surrogate at character {error.start}") from error
+            raise InputError(
+                f"text: expected valid Unicode; found a lone surrogate at character {error.start}"
+            ) from error
         return (self._markup if special else self._plain).encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:

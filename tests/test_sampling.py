@@ -62,7 +62,9 @@ def test_parameters_accept_what_they_say():
 
 
 def test_temperature_divides_the_logits():
-    np.testing.assert_allclose(probabilities(LOGITS, SamplingParams(temperature=0.5)), softmax(LOGITS / 0.5), rtol=1e-12)
+    np.testing.assert_allclose(
+        probabilities(LOGITS, SamplingParams(temperature=0.5)), softmax(LOGITS / 0.5), rtol=1e-12
+    )
     np.testing.assert_allclose(probabilities(LOGITS, SamplingParams()), softmax(LOGITS), rtol=1e-12)
 
 
@@ -75,14 +77,18 @@ def test_a_vanishing_temperature_leaves_only_the_best():
     assert probabilities(LOGITS, SamplingParams(temperature=1e-300)).tolist() == [0, 0.5, 0, 0.5, 0, 0]
 
 
-@pytest.mark.parametrize("k, kept", [(1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (6, [0, 1, 2, 3, 4, 5]), (99, [0, 1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    "k, kept", [(1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (6, [0, 1, 2, 3, 4, 5]), (99, [0, 1, 2, 3, 4, 5])]
+)
 def test_top_k_keeps_the_k_largest_lower_index_first(k, kept):
     p = probabilities(LOGITS, SamplingParams(top_k=k))
     assert np.flatnonzero(p).tolist() == kept
     np.testing.assert_allclose(p[kept], softmax(LOGITS[kept]), rtol=1e-12)
 
 
-@pytest.mark.parametrize("top_p, kept", [(1e-9, [0]), (0.49, [0]), (0.5, [0]), (0.51, [0, 1]), (0.75, [0, 1]), (0.76, [0, 1, 2])])
+@pytest.mark.parametrize(
+    "top_p, kept", [(1e-9, [0]), (0.49, [0]), (0.5, [0]), (0.51, [0, 1]), (0.75, [0, 1]), (0.76, [0, 1, 2])]
+)
 def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept):
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
     assert np.flatnonzero(probabilities(logits, SamplingParams(top_p=top_p))).tolist() == kept
@@ -107,7 +113,12 @@ def test_filters_apply_in_order_each_on_what_is_left():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    small, st.floats(0.05, 5), st.integers(0, 50), st.floats(0.01, 1), st.floats(0, 1), st.integers(0, 2**64 - 1),
+    small,
+    st.floats(0.05, 5),
+    st.integers(0, 50),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+    st.integers(0, 2**64 - 1),
     st.integers(0, 2**40),
 )
 def test_every_draw_has_positive_probability(logits, temperature, top_k, top_p, min_p, seed, position):
@@ -139,7 +150,15 @@ def test_without_a_seed_each_request_gets_its_own():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"temperature": 1.6, "top_k": 5, "top_p": 0.95}]
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 4},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 1.6, "top_k": 5, "top_p": 0.95},
+    ],
 )
 def test_draws_follow_the_distribution(options):
     """Chi-square over 20,000 positions, fixed seeds: beyond the 99.9% quantile the sampler is wrong."""

@@ -12,14 +12,16 @@ from ..cli_support import Bars, engine_options, model_option, say
 def _lengths(ctx, param, value: str | None) -> list[int] | None:
     try:
         return None if value is None else [int(part) for part in value.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"expected lengths separated by commas, such as 128,512; found {value!r}")
+    except ValueError as error:
+        raise click.BadParameter(f"expected lengths separated by commas, such as 128,512; found {value!r}") from error
 
 
 @click.group(invoke_without_command=True)
 @model_option
 @click.option(
-    "--contexts", callback=_lengths, metavar="N,N,…",
+    "--contexts",
+    callback=_lengths,
+    metavar="N,N,…",
     help="Prompt and context lengths in tokens. Default: those of 128,512,2048,8000 that fit.",
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Prefills per length.")

@@ -49,7 +49,12 @@ def decode(engine: Engine, context: int, steps: int) -> dict:
 
 
 def measure(
-    model: str, settings: dict, contexts: Sequence[int] | None, repeats: int, steps: int, progress: Callable | None = None
+    model: str,
+    settings: dict,
+    contexts: Sequence[int] | None,
+    repeats: int,
+    steps: int,
+    progress: Callable | None = None,
 ) -> list[dict]:
     """Load a model and measure it: records "load", "prefill" and "decode" per context, "memory", each with the machine.
 
@@ -61,7 +66,9 @@ def measure(
     room = engine.max_context - steps
     for context in contexts or ():
         if not 0 < context <= room:
-            raise InputError(f"contexts: expected 1 to {room} (the context less {steps} decoded tokens); found {context}")
+            raise InputError(
+                f"contexts: expected 1 to {room} (the context less {steps} decoded tokens); found {context}"
+            )
     contexts = contexts or [context for context in CONTEXTS if context <= room]
     decode(engine, min(64, room), 8)  # warm-up: the first forwards touch the weights for the first time
     for number, context in enumerate(contexts):
@@ -70,5 +77,6 @@ def measure(
             progress("measure", number + 1, len(contexts))
     records.append({"name": "memory", "peak_bytes": machine.peak_memory(), "planned_state_bytes": engine.plan.state})
     setting = {"model": str(model), "backend": engine.run.backend, "threads": engine.run.threads, "chunk": engine.chunk}
-    where = {**setting, **machine.describe(), "isa": engine.model.ops.isa}
+    ops = engine.model.ops
+    where = {**setting, "isa": ops.team.isa if ops.name == "cpu" else ops.name, **machine.describe()}
     return [{**record, **where} for record in records]

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# From a clean checkout to text from the embedded model: sets everything up, then writes. Run it again at will.
+# Settings: see launch/setup.sh (VENV, PYTHON, CC).
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+setup
+exec "$python" -m dsv4 generate --model nano --prompt "Once upon a time" --max-tokens 40 --temperature 0 "$@"
