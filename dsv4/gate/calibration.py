@@ -112,33 +112,38 @@ def fit_prior(rounds: Iterable[tuple[Sequence[float], int, int]]) -> Prior:
 
 
 class MarginModel:
-    """What drafting gains over plain decoding, in tokens, given the margin of the committed token.
+    """What drafting gains over plain decoding, in tokens, by the margin of the committed token.
 
-    Ridge regression of the gain on (1, log(1 + margin)) that forgets. `hope` is the estimate plus one standard
-    deviation: what is not yet known counts in favour of drafting.
+    Level: means of the gain and of log(1 + margin) over the recent drafts. Slope: ridge regression of the gain on
+    log(1 + margin), both about their recent means, with ten times the memory, as it outlives a change of text.
     """
 
-    __slots__ = ("decay", "_p11", "_p12", "_p22", "_t1", "_t2")
+    __slots__ = ("decay", "_weight", "_x", "_gain", "_xx", "_xg")
     NOISE = 2.0  # variance of one round's gain in tokens²: with five drafts it lies between about -2.5 and +2.5
 
     def __init__(self, decay: float = 0.9):
         self.decay = decay
-        self._p11, self._p12, self._p22, self._t1, self._t2 = 1.0, 0.0, 1.0, 0.0, 0.0
-
-    def forget(self) -> None:
-        keep = self.decay
-        self._p11, self._p22 = 1.0 + keep * (self._p11 - 1.0), 1.0 + keep * (self._p22 - 1.0)
-        self._p12, self._t1, self._t2 = keep * self._p12, keep * self._t1, keep * self._t2
+        self._weight = self._x = self._gain = self._xg = 0.0
+        self._xx = 1.0  # the ridge: one unit in favour of no slope
 
     def learn(self, margin: float, gain: float) -> None:
         x = math.log1p(max(margin, 0.0))
-        self._p11, self._p12, self._p22 = self._p11 + 1.0, self._p12 + x, self._p22 + x * x
-        self._t1, self._t2 = self._t1 + gain, self._t2 + gain * x
+        keep = 1.0 - (1.0 - self.decay) / 10.0
+        if self._weight:
+            dx = x - self._x
+            self._xx = 1.0 + keep * (self._xx - 1.0) + dx * dx
+            self._xg = keep * self._xg + dx * (gain - self._gain)
+        self._weight = self.decay * self._weight + 1.0
+        self._x += (x - self._x) / self._weight
+        self._gain += (gain - self._gain) / self._weight
 
-    def hope(self, margin: float) -> float:
-        x = math.log1p(max(margin, 0.0))
-        p11, p12, p22 = self._p11, self._p12, self._p22
-        det = p11 * p22 - p12 * p12
-        estimate = ((p22 - p12 * x) * self._t1 + (p11 * x - p12) * self._t2) / det
-        variance = self.NOISE * (p22 - 2.0 * p12 * x + p11 * x * x) / det
-        return estimate + math.sqrt(variance)
+    def verdict(self, margin: float, losing: bool) -> bool | None:
+        """Would drafting gain? None: the slope is not yet twice its standard error, so the margin says nothing.
+
+        losing: recent drafts lost, so the level counts as no better than plain decoding's.
+        """
+        slope = self._xg / self._xx
+        if slope * slope * self._xx < 4.0 * self.NOISE:
+            return None
+        level = min(self._gain, 0.0) if losing else self._gain
+        return level + slope * (math.log1p(max(margin, 0.0)) - self._x) > 0.0

@@ -155,22 +155,26 @@ class Calibrated(Rule):
     """Our rule: a learned sigmoid per sequence, and a balance that says whether to draft at all.
 
     The balance is what drafting gained over plain decoding, in tokens: it starts at `patience`, never exceeds it, and
-    a round moves it by its tokens minus its time / plain_ms. Once overdrawn, nothing is drafted but one probe whenever
-    probes cost at most `probe_share` of plain decoding's time. A probe that gains pays off all debts. A floor
-    (min_draft) means that every round speculates.
+    a round moves it by its tokens minus its time / plain_ms. Once overdrawn, nothing is drafted for `first_wait` rounds,
+    then one draft is tried, a probe. A probe that gains pays off all debts; after one that does not, the wait doubles,
+    up to where the probes' drafts take `probe_share` of plain decoding's time. Where the margin of the committed token
+    has proved to tell rounds that gain from others, it decides instead, and probes go on. A floor (min_draft) means
+    that every round speculates.
     """
 
     def __init__(
         self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR, patience: float = 1.0,
-        probe_share: float = 0.03,
+        first_wait: float = 5.0, probe_share: float = 0.03,
     ):  # fmt: skip
         super().__init__(block, settings)
-        if patience <= 0 or not 0 < probe_share <= 1:
-            raise ConfigError(f"gate: expected patience > 0, 0 < probe share <= 1; found {patience}, {probe_share}")
+        for name, value in (("patience", patience), ("first_wait", first_wait), ("probe_share", probe_share)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"gate: {name}: expected a number > 0; found {value!r}")
         self.calibration = Calibration(prior, self.settings.decay)
         self.margins = MarginModel(self.settings.decay)
         self.patience = self.balance = patience
-        self.wait = math.ceil(self.costs.draft_ms / (probe_share * self.costs.plain_ms))  # rounds between two probes
+        self.longest_wait = self.costs.draft_ms / (probe_share * self.costs.plain_ms)
+        self.wait = self.first_wait = min(first_wait, self.longest_wait)  # rounds without a draft before a probe
         self._skipped = 0  # rounds since the last draft
         self._margin: float | None = None
 
@@ -180,7 +184,9 @@ class Calibrated(Rule):
             return False
         if self.settings.min_draft or self._skipped >= self.wait:
             return True
-        return self.balance >= 0.0 and (margin is None or self.margins.hope(margin) >= 0.0)
+        losing = self.balance < 0.0
+        verdict = None if margin is None else self.margins.verdict(margin, losing)
+        return not losing if verdict is None else verdict
 
     def choose(self, confidences: Sequence[float], causal: bool = False) -> int:
         # The draft is paid for, so n = 0 costs it too. A probe is careful: it verifies only what beats plain decoding.
@@ -189,23 +195,24 @@ class Calibrated(Rule):
         return self._pick([chance(c) for c in confidences], unspeculated, causal)
 
     def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
-        self._forget()
+        self.calibration.forget()
         for confidence, match in known_outcomes(confidences, n, accepted):
             self.calibration.learn(confidence, match)
         ms = self.costs.cost(n) if n else self.costs.wasted()
         gain = 1 + accepted - ms / self.costs.plain_ms
+        probed = self.balance < 0.0
         self.balance = min(max(self.balance, 0.0) + gain, self.patience)
+        if self.balance >= 0.0:
+            self.wait = self.first_wait
+        elif probed:
+            self.wait = min(2.0 * self.wait, self.longest_wait)
         self._skipped = 0
         if self._margin is not None:
             self.margins.learn(self._margin, gain)
 
     def record_skip(self) -> None:
-        self._forget()
-        self._skipped += 1
-
-    def _forget(self) -> None:
         self.calibration.forget()
-        self.margins.forget()
+        self._skipped += 1
 
 
 def make_rule(name: str, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR) -> Rule:

@@ -1,0 +1,114 @@
+"""python -m dsv4 gate: what a rule of the gate makes of recorded rounds. No model is needed."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from .cli_support import say
+from .gate import RULES, GateSettings
+from .gate.calibration import fit_prior
+from .gate.records import read_rounds
+from .gate.replay import ACCOUNTINGS, replay, vary
+
+accounting_option = click.option(
+    "--accounting", type=click.Choice(ACCOUNTINGS), default="honest", show_default=True,
+    help="What a round costs that drafts and then verifies nothing. honest: the draft and a plain step; published: the plain step.",
+)  # fmt: skip
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON record instead of a table.")
+
+
+@click.group()
+def gate():
+    """Try rules of the speculation gate on recorded rounds.
+
+    FILE is what `generate --record-rounds FILE` writes; record with --spec always, so that every rule has something to
+    choose from. Costs and settings come from the environment: DEEPSEEK_DSPARK_GATE_DRAFT_MS and so on.
+    """
+
+
+@gate.command("replay")
+@click.argument("file")
+@click.option("--rule", default="calibrated", show_default=True, metavar="RULE", help=f"One of {RULES}.")
+@accounting_option
+@json_option
+def replay_command(file, rule, accounting, as_json):
+    """Speed under a rule that starts anew with every prompt of FILE.
+
+    \b
+    Examples:
+      python -m dsv4 gate replay rounds.json
+      python -m dsv4 gate replay rounds.json --rule bucket --accounting published --json
+
+    \b
+    JSON: per_prompt {name: tok/s}; round_weighted tok/s (rounds over the sum of rounds times seconds per token); total
+    tok/s; lengths {name: [tokens verified, per round]}; undrafted {name: [rounds that did not draft]}; rule; accounting.
+    """
+    report = replay(read_rounds(file), rule, accounting, GateSettings.from_env())
+    if as_json:
+        record = {
+            "rule": rule,
+            "accounting": accounting,
+            "per_prompt": {name: one.rate for name, one in report.played.items()},
+            "round_weighted": report.round_weighted,
+            "total": report.total,
+            "lengths": {name: one.lengths for name, one in report.played.items()},
+            "undrafted": {name: one.undrafted for name, one in report.played.items()},
+        }
+        say(json.dumps(record, ensure_ascii=False))
+        return
+    for name, one in report.played.items():
+        skipped = set(one.undrafted)
+        lengths = " ".join("-" if i in skipped else str(n) for i, n in enumerate(one.lengths))
+        say(f"{name:14s} {one.rate:6.2f} tok/s   {lengths}")
+    say(f"{'round-weighted':14s} {report.round_weighted:6.2f} tok/s   (- : nothing drafted)")
+    say(f"{'total':14s} {report.total:6.2f} tok/s")
+
+
+@gate.command("vary")
+@click.argument("file")
+@accounting_option
+@json_option
+def vary_command(file, accounting, as_json):
+    """Speed of the default rule with each of its settings halved and doubled, one at a time.
+
+    decay is varied by the memory it gives, margin by its excess over 1. A cost is varied in what the rule believes; what
+    is charged stays.
+    """
+    recording = read_rounds(file)
+    rows = vary(recording, GateSettings.from_env(), accounting)
+    if as_json:
+        records = [
+            {"setting": setting, "value": value, "round_weighted": report.round_weighted,
+             "per_prompt": {name: one.rate for name, one in report.played.items()}}
+            for setting, value, report in rows
+        ]  # fmt: skip
+        say(json.dumps(records, ensure_ascii=False))
+        return
+    say(f"{'setting':18s} {'value':>6s}  {'all':>5s}  " + "  ".join(f"{name:>6s}" for name in recording.prompts))
+    for setting, value, report in rows:
+        rates = "  ".join(f"{one.rate:{max(6, len(name))}.2f}" for name, one in report.played.items())
+        say(f"{setting:18s} {value:>6s}  {report.round_weighted:5.2f}  {rates}")
+
+
+@gate.command("fit")
+@click.argument("file")
+@json_option
+def fit_command(file, as_json):
+    """The calibration that the rounds of FILE suggest: P(accepted) = sigmoid(a * confidence + b).
+
+    For all prompts, and for all but each one.
+    """
+    prompts = read_rounds(file).prompts
+
+    def fit(left_out: str | None) -> list[float]:
+        rounds = [one for name, found in prompts.items() if name != left_out for one in found]
+        return list(fit_prior((one.conf, one.k, one.accept) for one in rounds)[:2])
+
+    fits = {"all": fit(None), **{f"without {name}": fit(name) for name in prompts}}
+    if as_json:
+        say(json.dumps({name: dict(zip("ab", found)) for name, found in fits.items()}, ensure_ascii=False))
+        return
+    for name, (a, b) in fits.items():
+        say(f"{name:20s} a = {a:.4f}  b = {b:.4f}")
