@@ -12,6 +12,7 @@ import click
 
 from . import __version__
 from .bench.cli import bench
+from .cli_gate import gate
 from .cli_support import Bars, engine_options, load_engine, prompt_options, read_prompt, say
 from .errors import Dsv4Error
 
@@ -37,6 +38,7 @@ def cli():
 
 
 cli.add_command(bench)
+cli.add_command(gate)
 
 
 @cli.command()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Callable, Iterable, Iterator, Mapping
 
 from ..errors import InputError
-from .calibration import PRIOR, Prior, prior_for
+from .calibration import Prior, prior_for
 from .records import RecordedRound, Recording
-from .rules import Calibrated, Costs, Rule, make_rule
+from .rules import OWN, Calibrated, Costs, Rule, make_rule
 from .settings import GateSettings
 
 ACCOUNTINGS = ("honest", "published")
@@ -105,7 +105,7 @@ def variations(settings: GateSettings) -> Iterator[tuple[str, str, dict]]:
         }
         for name, value in changed.items():
             yield name, f"{value:g}", {"settings": replace(settings, **{name: value})}
-        for name, value in (("patience", 1.0), ("first_wait", 5.0), ("probe_share", 0.03)):
+        for name, value in OWN.items():
             yield name, f"{value * factor:g}", {name: value * factor}
         for name in Prior._fields:
             yield f"prior {name}", f"x {factor:g}", {"scale": (name, factor)}

@@ -15,6 +15,7 @@ from .calibration import PRIOR, Calibration, MarginModel, Prior, known_outcomes
 from .settings import GateSettings
 
 RULES = "calibrated, bucket, always, fixed:N"
+OWN = {"patience": 1.0, "first_wait": 5.0, "probe_share": 0.03}  # settings of `calibrated` that no other rule has
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,8 @@ class Calibrated(Rule):
     """
 
     def __init__(
-        self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR, patience: float = 1.0,
-        first_wait: float = 5.0, probe_share: float = 0.03,
+        self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR, patience: float = OWN["patience"],
+        first_wait: float = OWN["first_wait"], probe_share: float = OWN["probe_share"],
     ):  # fmt: skip
         super().__init__(block, settings)
         for name, value in (("patience", patience), ("first_wait", first_wait), ("probe_share", probe_share)):
