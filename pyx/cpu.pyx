@@ -75,6 +75,8 @@ cdef extern from "kernels.h" nogil:
         team_fn linear
         team_fn swiglu
         team_fn moe
+        team_fn embed, act_quant, rmsnorm, hc_pre, hc_post, mean_streams, rope_angles, rotate, encode_keys, decode_keys
+        team_fn attend, compress_store, compress_pool, index_quant, decode_index, index_select, entry_places, gate, nonfinite
         void (*deinterleave)(const float *x, float *y, int64_t n) noexcept nogil
     const kernels *kernels_find(const char *isa)
 

@@ -34,7 +34,7 @@ static inline int scale_byte(float amax, float smallest, float c)
     uint32_t bits = as_bits((amax > smallest ? amax : smallest) * c);
     return (int)(bits >> 23) + ((bits & 0x7fffff) != 0);
 }
-static inline float scale_of(int byte) { return byte == 255 ? NAN : as_float((uint32_t)byte << 23); }
+static inline float scale_of(int byte) { return byte == 255 ? NAN : e8m0((uint8_t)byte); }
 static inline float inverse_of(int byte) { return byte == 255 ? NAN : as_float((uint32_t)(254 - byte) << 23); }
 
 static inline v16 load_some(const float *p, int n) { return n >= 16 ? v16_load(p) : v16_load_n(p, n); }
@@ -45,13 +45,8 @@ static inline float largest_of(const float *x, int n)
 {
     v16i most = v16i_set1(0);
     for (int i = 0; i < n; i += 16) most = v16i_max(most, v16_bits(v16_abs(load_some(x + i, n - i))));
-    float m = 0;
-    uint32_t bits[16];
-    v16_store((float *)bits, v16i_float(most));
-    uint32_t top = 0;
-    for (int l = 0; l < 16; l++) top = bits[l] > top ? bits[l] : top;
-    m = as_float(top < 0x7f800000 ? top : 0x7f800000);
-    return m;
+    v16 lanes = v16i_float(most), inf = v16_set1(INFINITY);
+    return v16_hmax(v16_min(lanes, inf)); /* NaN becomes infinity */
 }
 
 static inline int e4m3_scale(const float *x, int n) { return scale_byte(largest_of(x, n), 1e-4f, (float)(1.0 / 448.0)); }
@@ -124,18 +119,11 @@ static inline void decode_bf16(const uint16_t *x, float *y, int n)
 }
 
 /* ------------------------------------------------------------------ jobs */
-/* The part [*from, *to) of `count` outputs that is thread tid's. */
-static inline void share(int64_t count, int tid, int n, int64_t *from, int64_t *to)
-{
-    *from = count * tid / n;
-    *to = count * (tid + 1) / n;
-}
-
-static void act_quant_job(void *args, int tid, int n)
+static void FN(act_quant)(void *args, int tid, int n)
 {
     const struct act_quant_args *a = args;
     int64_t blocks = (a->dim + E4M3_BLOCK - 1) / E4M3_BLOCK, from, to;
-    share(a->rows * blocks, tid, n, &from, &to);
+    team_share(a->rows * blocks, tid, n, &from, &to);
     for (int64_t unit = from; unit < to; unit++) {
         int start = (int)(unit % blocks) * E4M3_BLOCK;
         int64_t at = unit / blocks * a->dim + start;
@@ -143,11 +131,11 @@ static void act_quant_job(void *args, int tid, int n)
     }
 }
 
-static void embed_job(void *args, int tid, int n)
+static void FN(embed)(void *args, int tid, int n)
 {
     const struct embed_args *a = args;
     int64_t from, to;
-    share(a->rows, tid, n, &from, &to);
+    team_share(a->rows, tid, n, &from, &to);
     for (int64_t t = from; t < to; t++) {
         float *row = a->out + t * a->streams * a->dim;
         decode_bf16(a->table + (int64_t)a->tokens[t] * a->dim, row, a->dim);
@@ -155,7 +143,7 @@ static void embed_job(void *args, int tid, int n)
     }
 }
 
-static void nonfinite_job(void *args, int tid, int n)
+static void FN(nonfinite)(void *args, int tid, int n)
 {
     struct nonfinite_args *a = args;
     (void)tid, (void)n;

@@ -1,2 +1,116 @@
-/* Argument structs of the row kernels. */
+/* Argument structs of the row kernels. What an op computes, its names and shapes: dsv4/ops/__init__.py.
+ *
+ * Work is cut over outputs only, so that results do not depend on the number of threads.
+ */
 #pragma once
+#include <stdint.h>
+
+enum { MAX_STREAMS = 16 };
+
+struct rope { const float *cos, *sin; int pairs; }; /* [rows, pairs] */
+
+struct key_cache { uint8_t *codes, *scales; uint16_t *rope; int dim, rope_dim; };
+
+struct index_cache { uint8_t *codes, *scales; int dim; };
+
+struct embed_args { const uint16_t *table; const int32_t *tokens; float *out; int rows, dim, streams; };
+
+struct act_quant_args { const float *x; float *out; int rows, dim; };
+
+struct rmsnorm_args { const float *x, *w; float *out; int rows, dim; float eps; };
+
+/* hc_pre, hc_pre_norm (norm given) and hc_head (comb NULL); scratch: rows · ((2 + m) m + 1) floats */
+struct hc_pre_args {
+    const float *h, *fn, *base, *scale, *norm;
+    float *u, *post, *comb, *scratch;
+    int rows, streams, dim, iterations;
+    float eps, mix_eps, norm_eps; /* of the gates, of the mix's mean square, of the norm */
+};
+
+struct hc_post_args { const float *y, *h, *post, *comb; float *out; int rows, streams, dim; };
+
+struct mean_args { const float *h; float *out; int rows, streams, dim; };
+
+struct angles_args { const int32_t *positions; const float *theta; float *cos, *sin; int rows, pairs; };
+
+/* rotate; and query where normed, with eps */
+struct rotate_args { float *x; struct rope rope; int rows, heads, dim, inverse, normed; float eps; };
+
+/* encode_keys; and store_keys where norm is given, which rotates too. scratch: rows · dim floats, or NULL */
+struct encode_keys_args {
+    const float *k, *norm;
+    struct rope rope;
+    struct key_cache cache;
+    const int32_t *where;
+    float *scratch;
+    int rows;
+    float eps;
+};
+
+struct decode_keys_args { struct key_cache cache; const int32_t *where; float *out; int rows; };
+
+enum { MAX_PARTS = 8, TILE = 32 }; /* TILE: keys in work at a time */
+struct attend_part { struct key_cache cache; const int32_t *places; int count; };
+struct attend_args {
+    const float *q, *sink;
+    float *out, *scratch; /* scratch: per thread attend_scratch() floats */
+    struct attend_part parts[MAX_PARTS];
+    int part_count, rows, heads, dim;
+};
+static inline int key_stride(int dim) { return (dim + 15) / 16 * 16; }
+static inline int64_t attend_scratch(int heads, int dim)
+{
+    return (int64_t)(TILE + heads) * key_stride(dim) + 4 * TILE + (2 * heads + 15) / 16 * 16;
+}
+
+struct compress_store_args {
+    const float *kv, *gate, *ape;
+    const int32_t *positions, *where;
+    float *ring_kv, *ring_gate;
+    int rows, width, ratio;
+};
+
+struct compress_pool_args {
+    const float *ring_kv, *ring_gate;
+    const int32_t *slots, *entries;
+    float *out;
+    int rows, dim, ratio, capacity;
+};
+
+/* index_query (out given) and encode_index (cache given); no rotation where rope.pairs is 0; dim 2^i >= 32 */
+struct index_quant_args {
+    const float *x;
+    struct rope rope;
+    float *out, *scratch; /* scratch: per thread 2 · dim floats */
+    struct index_cache cache;
+    const int32_t *where;
+    int rows, heads, dim;
+};
+
+struct decode_index_args { struct index_cache cache; const int32_t *where; float *out; int rows; };
+
+struct index_select_args {
+    const float *q, *w;
+    struct index_cache cache;
+    const int32_t *slots, *visible, *pages;
+    int32_t *out;
+    float *scratch, *scores; /* scratch: per thread select_scratch() floats */
+    int rows, heads, slot_pages, page_entries, k;
+    int score_stride; /* at least the largest visible; scores: that per thread, or per row where by_entries */
+    int by_entries;   /* one row's entries are cut over the threads, not the rows */
+};
+static inline int64_t select_scratch(int heads, int dim) { return (int64_t)(TILE + heads) * dim + 4 * TILE; }
+
+struct entry_places_args { const int32_t *entries, *slots, *pages; int32_t *out; int rows, count, slot_pages, page_entries; };
+
+struct gate_args {
+    const float *logits, *bias;
+    const int64_t *fixed;
+    const int32_t *tokens;
+    int32_t *ids;
+    float *weights, *scratch; /* scratch: rows · (experts + k) floats */
+    int rows, experts, k;
+    float scale;
+};
+
+struct nonfinite_args { const float *x; int64_t count; int found; };

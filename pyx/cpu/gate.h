@@ -1,0 +1,76 @@
+/* Routing from the gate's logits. */
+#pragma once
+
+/* log(1 + e^x), linear above 20, in double: t = e^-|x| by its Taylor polynomial on [−ln 2 / 2, ln 2 / 2], then
+ * log(1 + t) = 2 atanh(z), z = t / (2 + t) <= 1/3, by its series: errors below 1e-12, and it vectorises. */
+static inline float softplus(float logit)
+{
+    static const double inverse_factorial[] = {1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040,
+                                               1.0 / 40320, 1.0 / 362880, 1.0 / 3628800};
+    const double magic = 0x1.8p52; /* adding it rounds to an integer, left in the low bits */
+    double x = (double)logit, a = x < 0 ? -x : x;
+    a = a < 700 ? a : 700; /* keeps 2^n a normal number; far below, the result is 0 anyway */
+    double shifted = -a * 0x1.71547652b82fep+0 + magic, n = shifted - magic;
+    double r = -a - n * 0x1.62e42feep-1 - n * 0x1.a39ef35793c76p-33, e = inverse_factorial[10];
+#pragma GCC unroll 10
+    for (int i = 9; i >= 0; i--) e = e * r + inverse_factorial[i];
+    uint64_t bits;
+    memcpy(&bits, &shifted, 8);
+    bits = (bits + 1023) << 52;
+    double power;
+    memcpy(&power, &bits, 8);
+    double t = e * power, z = t / (2 + t), y = z * z, series = 1.0 / 25;
+#pragma GCC unroll 12
+    for (int i = 23; i >= 1; i -= 2) series = series * y + 1.0 / i;
+    double sum = 2 * z * series + (x < 0 ? 0 : x);
+    return (float)(x > 20 ? x : sum);
+}
+
+/* The k experts of largest score + bias: best first, the lower id where equal; NaN counts as −∞. keys: k floats. */
+static void top_experts(const float *score, const float *bias, int experts, int k, float *keys, int32_t *ids)
+{
+    int count = 0;
+    for (int e = 0; e < experts; e++) {
+        float key = bias ? score[e] + bias[e] : score[e];
+        key = key == key ? key : -INFINITY;
+        if (count == k && !(key > keys[k - 1])) continue;
+        int i = count < k ? count++ : k - 1;
+        for (; i > 0 && key > keys[i - 1]; i--) {
+            keys[i] = keys[i - 1];
+            ids[i] = ids[i - 1];
+        }
+        keys[i] = key;
+        ids[i] = e;
+    }
+}
+
+static void sort_ascending(int32_t *x, int n)
+{
+    for (int i = 1; i < n; i++) {
+        int32_t v = x[i];
+        int j = i;
+        for (; j > 0 && x[j - 1] > v; j--) x[j] = x[j - 1];
+        x[j] = v;
+    }
+}
+
+static void FN(gate)(void *args, int tid, int n)
+{
+    const struct gate_args *a = args;
+    int64_t from, to;
+    int k = a->k;
+    team_share(a->rows, tid, n, &from, &to);
+    for (int64_t t = from; t < to; t++) {
+        const float *logits = a->logits + t * a->experts;
+        float *restrict score = a->scratch + t * (a->experts + k), *keys = score + a->experts, sum = 0;
+        int32_t *ids = a->ids + t * k;
+        for (int e = 0; e < a->experts; e++) score[e] = sqrtf(softplus(logits[e]));
+        if (a->fixed)
+            for (int i = 0; i < k; i++) ids[i] = (int32_t)a->fixed[(int64_t)a->tokens[t] * k + i];
+        else
+            top_experts(score, a->bias, a->experts, k, keys, ids);
+        sort_ascending(ids, k);
+        for (int i = 0; i < k; i++) sum += score[ids[i]];
+        for (int i = 0; i < k; i++) a->weights[t * k + i] = score[ids[i]] / sum * a->scale;
+    }
+}

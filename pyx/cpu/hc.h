@@ -1,0 +1,150 @@
+/* Hyper-connections: mixing the m streams into a sub-layer's input, and its output back into them. */
+#pragma once
+
+enum { HC_ROWS = 4, HC_OUTPUTS = 4, HC_LANES = 16 };
+
+/* Rows of fn: a head has only the m of pre. */
+static inline int hc_outputs(const struct hc_pre_args *a) { return a->comb ? (2 + a->streams) * a->streams : a->streams; }
+
+/* fn · f of every row and 1 / rms(f), into scratch [rows, outputs] and after it [rows]. */
+static void hc_mixes(const struct hc_pre_args *a, int tid, int n)
+{
+    int outputs = hc_outputs(a), width = a->streams * a->dim, groups = (outputs + HC_OUTPUTS - 1) / HC_OUTPUTS;
+    int64_t from, to, blocks = (a->rows + HC_ROWS - 1) / HC_ROWS;
+    team_share(blocks * groups, tid, n, &from, &to);
+    for (int64_t unit = from; unit < to; unit++) {
+        int64_t t = unit / groups * HC_ROWS;
+        int o = (int)(unit % groups) * HC_OUTPUTS, rows = a->rows - t < HC_ROWS ? (int)(a->rows - t) : HC_ROWS;
+        int count = outputs - o < HC_OUTPUTS ? outputs - o : HC_OUTPUTS;
+        const float *f = a->h + t * width;
+        dots(f, width, rows, a->fn + (int64_t)o * width, width, count, width, a->scratch + t * outputs + o, outputs);
+        for (int i = 0; !o && i < rows; i++)
+            a->scratch[(int64_t)a->rows * outputs + t + i] = inverse_rms(f + (int64_t)i * width, width, a->mix_eps);
+    }
+}
+
+static inline void sigmoids(float *x, int n)
+{
+    const v16 one = v16_set1(1.0f);
+    for (int i = 0; i < n; i += 16) {
+        v16 e = v16_exp(v16_sub(v16_zero(), load_some(x + i, n - i)));
+        store_some(x + i, v16_div(one, v16_add(one, e)), n - i);
+    }
+}
+
+/* c /= its sum over the m entries `stride` apart, + eps, for W matrices side by side. */
+INLINE void normalise(float *c, int m, int stride, float eps, const int W)
+{
+    float sum[HC_LANES];
+    for (int w = 0; w < W; w++) sum[w] = c[w];
+    for (int i = 1; i < m; i++)
+        for (int w = 0; w < W; w++) sum[w] += c[i * stride * W + w];
+    for (int i = 0; i < m; i++)
+        for (int w = 0; w < W; w++) c[i * stride * W + w] /= sum[w] + eps;
+}
+
+/* c [m, m, W]: softmax over the columns k of each row j, + eps, then rows and columns normalised in turn. */
+INLINE void sinkhorn(float *c, int m, int iterations, float eps, const int W)
+{
+    for (int j = 0; j < m; j++) {
+        float top[HC_LANES], *row = c + j * m * W;
+        for (int w = 0; w < W; w++) top[w] = row[w];
+        for (int k = 1; k < m; k++)
+            for (int w = 0; w < W; w++) top[w] = row[k * W + w] > top[w] ? row[k * W + w] : top[w];
+        for (int k = 0; k < m; k++)
+            for (int w = 0; w < W; w++) row[k * W + w] -= top[w];
+    }
+    for (int i = 0; i < m * m * W; i += 16) store_some(c + i, v16_exp(load_some(c + i, m * m * W - i)), m * m * W - i);
+    for (int j = 0; j < m; j++) normalise(c + j * m * W, m, 1, 0, W);
+    for (int i = 0; i < m * m * W; i++) c[i] += eps;
+    for (int k = 0; k < m; k++) normalise(c + k * W, m, m, eps, W);
+    for (int round = 1; round < iterations; round++) {
+        for (int j = 0; j < m; j++) normalise(c + j * m * W, m, 1, eps, W);
+        for (int k = 0; k < m; k++) normalise(c + k * W, m, m, eps, W);
+    }
+}
+
+/* Gates of up to W rows from t on, which lie side by side in the lanes: pre [W, m], and post and comb of the args. */
+INLINE void hc_gates(const struct hc_pre_args *a, int64_t t, int count, float *pre, const int W)
+{
+    int m = a->streams, outputs = hc_outputs(a);
+    float v[(2 + MAX_STREAMS) * MAX_STREAMS * HC_LANES];
+    for (int i = 0; i < outputs; i++) {
+        float scale = a->scale[i < m ? 0 : i < 2 * m ? 1 : 2], base = a->base[i];
+        for (int w = 0; w < W; w++) {
+            int64_t row = t + (w < count ? w : 0);
+            v[i * W + w] = a->scratch[row * outputs + i] * a->scratch[(int64_t)a->rows * outputs + row] * scale + base;
+        }
+    }
+    sigmoids(v, (a->comb ? 2 * m : m) * W);
+    for (int w = 0; w < count; w++)
+        for (int j = 0; j < m; j++) pre[w * m + j] = v[j * W + w] + a->eps;
+    if (!a->comb) return;
+    for (int w = 0; w < count; w++)
+        for (int j = 0; j < m; j++) a->post[(t + w) * m + j] = 2.0f * v[(m + j) * W + w];
+    sinkhorn(v + 2 * m * W, m, a->iterations, a->eps, W);
+    for (int w = 0; w < count; w++)
+        for (int i = 0; i < m * m; i++) a->comb[(t + w) * m * m + i] = v[(2 * m + i) * W + w];
+}
+
+/* u = Σ_j pre_j h_j, then the norm where there is one. */
+static void hc_combine(const struct hc_pre_args *a, int64_t t, const float *pre)
+{
+    int m = a->streams, dim = a->dim;
+    const float *h = a->h + t * m * dim;
+    float *u = a->u + t * dim;
+    for (int i = 0; i < dim; i += 16) {
+        v16 sum = v16_mul(v16_set1(pre[0]), load_some(h + i, dim - i));
+        for (int j = 1; j < m; j++)
+            sum = v16_fma(v16_set1(pre[j]), load_some(h + (int64_t)j * dim + i, dim - i), sum);
+        store_some(u + i, sum, dim - i);
+    }
+    if (a->norm) scale_row(u, inverse_rms(u, dim, a->norm_eps), a->norm, u, dim);
+}
+
+static void FN(hc_pre)(void *args, int tid, int n)
+{
+    const struct hc_pre_args *a = args;
+    int64_t from, to;
+    float pre[HC_LANES * MAX_STREAMS];
+    hc_mixes(a, tid, n);
+    team_barrier(n);
+    team_share(a->rows, tid, n, &from, &to);
+    for (int64_t t = from; t < to;) {
+        /* sixteen lanes cost as much as some three single rows */
+        int count = to - t < 3 ? 1 : to - t < HC_LANES ? (int)(to - t) : HC_LANES;
+        if (count == 1) hc_gates(a, t, 1, pre, 1);
+        else hc_gates(a, t, count, pre, HC_LANES);
+        for (int w = 0; w < count; w++) hc_combine(a, t + w, pre + w * a->streams);
+        t += count;
+    }
+}
+
+INLINE void hc_post_row(const struct hc_post_args *a, int64_t t, int i, int left, const int m)
+{
+    int dim = a->dim;
+    const float *h = a->h + t * m * dim + i, *post = a->post + t * m, *comb = a->comb + t * m * m;
+    float *out = a->out + t * m * dim + i;
+    v16 y = load_some(a->y + t * dim + i, left), x[MAX_STREAMS];
+    for (int j = 0; j < m; j++) x[j] = load_some(h + (int64_t)j * dim, left);
+    for (int k = 0; k < m; k++) {
+        v16 sum = v16_mul(v16_set1(post[k]), y);
+        for (int j = 0; j < m; j++) sum = v16_fma(v16_set1(comb[j * m + k]), x[j], sum);
+        store_some(out + (int64_t)k * dim, sum, left);
+    }
+}
+
+static void FN(hc_post)(void *args, int tid, int n)
+{
+    const struct hc_post_args *a = args;
+    int64_t from, to, blocks = (a->dim + CHUNK - 1) / CHUNK;
+    team_share(a->rows * blocks, tid, n, &from, &to);
+    for (int64_t unit = from; unit < to; unit++) {
+        int64_t t = unit / blocks;
+        int start = (int)(unit % blocks) * CHUNK, end = a->dim - start < CHUNK ? a->dim : start + CHUNK;
+        for (int i = start; i < end; i += 16) {
+            if (a->streams == 4) hc_post_row(a, t, i, end - i, 4); /* the usual number, unrolled */
+            else hc_post_row(a, t, i, end - i, a->streams);
+        }
+    }
+}

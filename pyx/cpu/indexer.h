@@ -1,0 +1,176 @@
+/* Indexer: Hadamard-rotated e2m1 queries and keys, scores, and the choice of the best entries. */
+#pragma once
+
+/* x [n] · H in Sylvester order, n = 2^i >= 32. Each of the i rounds turns pairs (2j, 2j+1) into their sum, at j, and
+ * their difference, at j + n/2: index bits turn once around, so the order is the usual one. Returns x or spare. */
+static float *hadamard(float *x, float *spare, int n)
+{
+    for (int round = 1; round < n; round *= 2) {
+        for (int j = 0; j < n / 2; j += 16) {
+            v16 even, odd;
+            v16_deinterleave(x + 2 * j, &even, &odd);
+            v16_store(spare + j, v16_add(even, odd));
+            v16_store(spare + j + n / 2, v16_sub(even, odd));
+        }
+        float *swap = x;
+        x = spare;
+        spare = swap;
+    }
+    return x;
+}
+
+static void FN(index_quant)(void *args, int tid, int n)
+{
+    const struct index_quant_args *a = args;
+    int64_t from, to;
+    int dim = a->dim, pairs = a->rope.pairs;
+    float *x = a->scratch + (int64_t)tid * 2 * dim;
+    team_share((int64_t)a->rows * a->heads, tid, n, &from, &to);
+    for (int64_t unit = from; unit < to; unit++) {
+        int64_t t = unit / a->heads;
+        memcpy(x, a->x + unit * dim, 4 * (size_t)dim);
+        if (pairs) rotate_pairs(x + dim - 2 * pairs, a->rope.cos + t * pairs, a->rope.sin + t * pairs, pairs, 1.0f);
+        float *y = hadamard(x, x + dim, dim);
+        scale_row(y, (float)(1.0 / sqrt((double)dim)), NULL, y, dim);
+        for (int i = 0; i < dim; i += E2M1_BLOCK) {
+            if (a->out) {
+                quant_block_e2m1(y + i, a->out + unit * dim + i, NULL);
+            } else {
+                int64_t place = a->where[t];
+                uint8_t *codes = a->cache.codes + place * dim / 2 + i / 2;
+                a->cache.scales[place * dim / E2M1_BLOCK + i / E2M1_BLOCK] = quant_block_e2m1(y + i, y + i, codes);
+            }
+        }
+    }
+}
+
+static void FN(decode_index)(void *args, int tid, int n)
+{
+    static const float value[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    const struct decode_index_args *a = args;
+    int64_t from, to;
+    int dim = a->cache.dim;
+    team_share(a->rows, tid, n, &from, &to);
+    for (int64_t t = from; t < to; t++) {
+        const uint8_t *codes = a->cache.codes + (int64_t)a->where[t] * dim / 2;
+        const uint8_t *scales = a->cache.scales + (int64_t)a->where[t] * dim / E2M1_BLOCK;
+        for (int i = 0; i < dim; i++)
+            a->out[t * dim + i] = value[codes[i / 2] >> 4 * (i & 1) & 15] * scale_of(scales[i / E2M1_BLOCK]);
+    }
+}
+
+/* ------------------------------------------------------------------ selection */
+static inline int64_t entry_place(const int32_t *pages, int page_entries, int64_t j)
+{
+    return (int64_t)pages[j / page_entries] * page_entries + j % page_entries;
+}
+
+/* Scores of entries [first, last) of row t → score[first ..]. Dims lie as 16 even then 16 odd in every 32, as
+ * v16_e2m1 decodes them: a lane adds dims 2l, 2l + 1 of each group. */
+static void score_entries(const struct index_select_args *a, int64_t t, float *scratch, int64_t first, int64_t last,
+                          float *score)
+{
+    int dim = a->cache.dim, heads = a->heads;
+    float *tile = scratch, *q = tile + TILE * dim, *part = q + (int64_t)heads * dim;
+    const int32_t *pages = a->pages + (int64_t)a->slots[t] * a->slot_pages;
+    float scale = (float)(1.0 / sqrt((double)dim * heads));
+    FN(deinterleave)(a->q + t * heads * dim, q, (int64_t)heads * dim);
+    for (int64_t j = first; j < last; j += TILE) {
+        int count = last - j < TILE ? (int)(last - j) : TILE;
+        for (int i = 0; i < count; i++) {
+            int64_t place = entry_place(pages, a->page_entries, j + i);
+            for (int g = 0; g < dim / E2M1_BLOCK; g++) {
+                v16 even, odd;
+                float s = scale_of(a->cache.scales[place * dim / E2M1_BLOCK + g]);
+                v16_e2m1(a->cache.codes + (place * dim + g * E2M1_BLOCK) / 2, s, &even, &odd);
+                v16_store(tile + i * dim + g * E2M1_BLOCK, even);
+                v16_store(tile + i * dim + g * E2M1_BLOCK + 16, odd);
+            }
+        }
+        v16 sum[TILE / 16];
+        for (int i = 0; i < TILE / 16; i++) sum[i] = v16_zero();
+        for (int h = 0; h < heads; h += DOT_A) {
+            int some = heads - h < DOT_A ? heads - h : DOT_A;
+            dots(q + (int64_t)h * dim, dim, some, tile, dim, count, dim, part, TILE);
+            for (int b = 0; b < some; b++) {
+                v16 weight = v16_set1(a->w[t * heads + h + b] * scale);
+                for (int i = 0; i < TILE / 16; i++)
+                    sum[i] = v16_fma(weight, v16_max(v16_zero(), v16_load(part + b * TILE + 16 * i)), sum[i]);
+            }
+        }
+        for (int i = 0; i < count; i += 16) store_some(score + j + i, sum[i / 16], count - i);
+    }
+}
+
+/* A float's bits so that unsigned order is the floats' order; −0 as 0. */
+static inline uint32_t ordered(float x)
+{
+    uint32_t bits = as_bits(x + 0.0f);
+    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+}
+
+/* The k best of n > k scores, ascending; equal ones: lower j. Finds the k-th best byte by byte; score is overwritten. */
+static void choose(float *score, int64_t n, int k, int32_t *out)
+{
+    uint32_t *key = (uint32_t *)(void *)score, prefix = 0, mask = 0;
+    int64_t need = k;
+    for (int64_t j = 0; j < n; j++) {
+        uint32_t bits = ordered(score[j]);
+        memcpy(score + j, &bits, 4);
+    }
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int64_t count[256] = {0};
+        int digit = 255;
+        for (int64_t j = 0; j < n; j++)
+            if ((key[j] & mask) == prefix) count[key[j] >> shift & 255]++;
+        for (; need > count[digit]; digit--) need -= count[digit];
+        prefix |= (uint32_t)digit << shift;
+        mask |= 255u << shift;
+    }
+    for (int64_t j = 0, at = 0; at < k; j++)
+        if (key[j] > prefix || (key[j] == prefix && need-- > 0)) out[at++] = (int32_t)j;
+}
+
+static void select_row(const struct index_select_args *a, int64_t t, float *score)
+{
+    int32_t *out = a->out + t * a->k;
+    if (a->visible[t] > a->k) {
+        choose(score, a->visible[t], a->k, out);
+        return;
+    }
+    for (int j = 0; j < a->k; j++) out[j] = j < a->visible[t] ? j : -1;
+}
+
+static void FN(index_select)(void *args, int tid, int n)
+{
+    const struct index_select_args *a = args;
+    float *scratch = a->scratch + tid * select_scratch(a->heads, a->cache.dim);
+    if (!a->by_entries) {
+        float *score = a->scores + (int64_t)tid * a->score_stride;
+        for (int64_t t = tid; t < a->rows; t += n) { /* in turn: later rows see more */
+            if (a->visible[t] > a->k) score_entries(a, t, scratch, 0, a->visible[t], score);
+            select_row(a, t, score);
+        }
+        return;
+    }
+    for (int64_t t = 0; t < a->rows; t++) {
+        int64_t first, last;
+        team_share((a->visible[t] + TILE - 1) / TILE, tid, n, &first, &last);
+        last = last * TILE < a->visible[t] ? last * TILE : a->visible[t];
+        if (a->visible[t] > a->k) score_entries(a, t, scratch, first * TILE, last, a->scores + t * a->score_stride);
+    }
+    team_barrier(n);
+    for (int64_t t = tid; t < a->rows; t += n) select_row(a, t, a->scores + t * a->score_stride);
+}
+
+static void FN(entry_places)(void *args, int tid, int n)
+{
+    const struct entry_places_args *a = args;
+    int64_t from, to;
+    team_share(a->rows, tid, n, &from, &to);
+    for (int64_t t = from; t < to; t++) {
+        const int32_t *pages = a->pages + (int64_t)a->slots[t] * a->slot_pages, *entries = a->entries + t * a->count;
+        for (int i = 0; i < a->count; i++)
+            a->out[t * a->count + i] = entries[i] < 0 ? -1 : (int32_t)entry_place(pages, a->page_entries, entries[i]);
+    }
+}
