@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Callable, Iterator, Sequence
 from .comm import Single
 from .config import ModelConfig, RunConfig
 from .dspark import Draft
+from .gate import GateSettings
 from .model import Model, Output
 from .ops import open_ops
 from .plan import MemoryPlan, check_plan, make_plan
@@ -33,8 +34,10 @@ def model_directory(name: str | Path) -> Path:
 class Engine:
     """A checkpoint, a backend and the pool of sequences. Make one with Engine.load()."""
 
-    def __init__(self, model: Model, pool: Pool, run: RunConfig, *, plan: MemoryPlan, identity: str, tokenizer=None):
-        self.model, self.pool, self.run = model, pool, run
+    def __init__(
+        self, model: Model, pool: Pool, run: RunConfig, *, plan: MemoryPlan, gate: GateSettings, identity: str, tokenizer
+    ):
+        self.model, self.pool, self.run, self.gate = model, pool, run, gate
         has_draft = model.weights.draft is not None
         self.draft = Draft(model.config, model.weights, model.ops, model.comm, model.debug) if has_draft else None
         self.config: ModelConfig = model.config
@@ -58,15 +61,18 @@ class Engine:
 
         directory = model_directory(path)
         run = RunConfig.from_env(**settings)
+        gate = GateSettings.from_env()
         config = ModelConfig.load(directory)
         checkpoint = Checkpoint(directory)
         stages = len(check(checkpoint, config).stages)
+        # A block and its committed token are one forward, whatever the chunk.
+        headroom = max(run.chunk, 1 + config.dspark.block_size) if stages else run.chunk
         plan_for = partial(
             make_plan,
             config,
             weights=checkpoint.total_bytes,
             max_sessions=run.max_sessions,
-            headroom=run.chunk,
+            headroom=headroom,
             available=psutil.virtual_memory().available,
             stages=stages,
         )
@@ -77,9 +83,9 @@ class Engine:
         report = (lambda done, total: progress("load", done, total)) if progress else None
         model = Model(config, load_weights(checkpoint, config, ops, report), ops, Single(), run.debug)
         pool = Pool(
-            ops, config, slots=run.max_sessions, max_context=plan.max_context, headroom=run.chunk, stages=stages
+            ops, config, slots=run.max_sessions, max_context=plan.max_context, headroom=headroom, stages=stages
         )
-        return cls(model, pool, run, plan=plan, identity=checkpoint.identity, tokenizer=tokenizer)
+        return cls(model, pool, run, plan=plan, gate=gate, identity=checkpoint.identity, tokenizer=tokenizer)
 
     def forward(self, rows: Rows) -> Output:
         """The only way tokens enter the model. Sessions call it; so may a scheduler that packs rows of several."""
@@ -90,10 +96,12 @@ class Engine:
         return Session(self)
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, progress=None
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, spec: str = "gate", progress=None
     ) -> Iterator[GeneratedStep]:
-        """Tokens and text of a continuation, as they come. prompt: text (needs a tokenizer) or token ids."""
-        from .generate import stream
-        from .sampling import SamplingParams
+        """Tokens and text of a continuation, as they come. prompt: text (needs a tokenizer) or token ids.
 
-        return stream(self, prompt, params or SamplingParams(), progress)
+        spec: off, always or gate, or a rule of the gate; it changes the speed and nothing else.
+        """
+        from .generate import stream
+
+        return stream(self, prompt, params, progress, spec)

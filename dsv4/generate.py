@@ -16,8 +16,10 @@ from functools import partial
 import numpy as np
 
 from .errors import InputError
+from .gate import make_rule
 from .sampling import SamplingParams, sample, token_logprobs
 from .session import check_tokens
+from .speculate import Speculator
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Completion:
     completion_tokens: int
     logprobs: list[dict] | None  # per token {token, logprob, top: [{token, logprob}]}
     timings: dict[str, float]
+    speculation: dict  # mode, and what was drafted: speculate.Counters
 
 
 class StopMatcher:
@@ -106,7 +109,23 @@ def _check(engine, tokens: list[int], params: SamplingParams) -> None:
             raise InputError(f"stop_ids: expected token ids 0 to {vocab - 1}; found {token}")
 
 
-def stream(engine, prompt: str | Sequence[int], params: SamplingParams | None = None, progress: Callable | None = None):
+def speculator(engine, params: SamplingParams, spec: str = "gate", on_round: Callable | None = None) -> Speculator:
+    """The rounds of one request. spec: off, always, gate (the default rule, or always where the settings say so), or
+    the name of a rule. A checkpoint without a draft decodes plainly."""
+    rule = {"gate": "calibrated" if engine.gate.on else "always"}.get(spec, spec)
+    gate = None
+    if spec != "off" and engine.draft is not None:
+        gate = make_rule(rule, engine.config.dspark.block_size, engine.gate)
+    return Speculator(gate, lambda logits, position: sample(logits, params, position), on_round=on_round)
+
+
+def stream(
+    engine,
+    prompt: str | Sequence[int],
+    params: SamplingParams | None = None,
+    progress: Callable | None = None,
+    spec: str = "gate",
+) -> Iterator[Step]:
     """Iterator of Step for a prompt (text, or token ids). The request is checked here, before the first step.
 
     It ends with finish_reason "stop" (an end token, a stop id, a stop text) or "length" (max_tokens, or prompt and
@@ -116,26 +135,29 @@ def stream(engine, prompt: str | Sequence[int], params: SamplingParams | None = 
     tokens = prompt_tokens(engine, prompt)
     params = (params or SamplingParams()).seeded()
     _check(engine, tokens, params)
-    return _steps(engine, tokens, params, progress)
+    return _steps(engine, tokens, params, progress, speculator(engine, params, spec))
 
 
-def _rounds(session, prompt: list[int], params: SamplingParams, progress) -> Iterator[list[tuple[int, np.ndarray]]]:
-    """Per forward the tokens it settled, each with the logits [vocab] it was chosen from. Endless."""
+def _settled(session, prompt: list[int], limit: int, rounds: Speculator, progress) -> Iterator[tuple[int, np.ndarray]]:
+    """`limit` tokens, each with the logits [vocab] it was chosen from. One round settles several at once."""
     logits = session.prefill(prompt, partial(progress, "prefill") if progress else None)
-    while True:
-        token = sample(logits, params, session.position)
-        yield [(token, logits)]
-        logits = session.decode(token)
+    token = rounds.choose(logits, session.position)
+    yield token, logits
+    count = 1
+    while count < limit:
+        found = rounds.step(session, token, logits, limit - count)
+        yield from zip(found.tokens, found.logits)
+        token, logits = found.tokens[-1], found.logits[-1]
+        count += len(found.tokens)
 
 
-def _steps(engine, prompt: list[int], params: SamplingParams, progress) -> Iterator[Step]:
+def _steps(engine, prompt: list[int], params: SamplingParams, progress, rounds: Speculator) -> Iterator[Step]:
     limit = min(params.max_tokens, engine.max_context - len(prompt))
     ends = set(params.stop_ids) | (set() if params.ignore_eos else set(engine.config.eos_token_ids))
     detokenizer = engine.tokenizer.stream() if engine.tokenizer else None
     matcher = StopMatcher(params.stop)
     with engine.session() as session:
-        settled = (pair for found in _rounds(session, prompt, params, progress) for pair in found)
-        for count, (token, logits) in enumerate(settled, 1):
+        for count, (token, logits) in enumerate(_settled(session, prompt, limit, rounds, progress), 1):
             ended = token in ends
             text = matcher.push(detokenizer.push(token)) if detokenizer and not ended else ""
             reason = "stop" if ended or matcher.found else "length" if count == limit else None
@@ -143,21 +165,30 @@ def _steps(engine, prompt: list[int], params: SamplingParams, progress) -> Itera
                 text += matcher.push(detokenizer.finish()) + matcher.finish()
             scores = (None, None) if params.logprobs is None else token_logprobs(logits, token, params.logprobs)
             yield Step(token, text, *scores, reason)
-            if reason:
+            if reason:  # what a round settled beyond the end is dropped with the session
                 return
 
 
 def complete(
-    engine, prompt: str | Sequence[int], params: SamplingParams | None = None, progress=None, on_step=None
+    engine,
+    prompt: str | Sequence[int],
+    params: SamplingParams | None = None,
+    progress=None,
+    on_step=None,
+    spec: str = "gate",
+    on_round=None,
 ) -> Completion:
-    """The whole answer at once; on_step(step) sees every step as it comes.
+    """The whole answer at once; on_step(step) and on_round(round) see every step and round as they come.
 
     prefill_s runs to the first token, decode_s from there to the last; decode_tps counts the tokens after the first.
     """
     tokens = prompt_tokens(engine, prompt)
+    params = (params or SamplingParams()).seeded()
+    _check(engine, tokens, params)
+    rounds = speculator(engine, params, spec, on_round)
     steps, first = [], None
     start = time.perf_counter()
-    with closing(stream(engine, tokens, params, progress)) as running:
+    with closing(_steps(engine, tokens, params, progress, rounds)) as running:
         for step in running:
             first = first or time.perf_counter()
             steps.append(step)
@@ -172,6 +203,7 @@ def complete(
         completion_tokens=len(steps),
         logprobs=None if steps[0].logprob is None else [_scores(step) for step in steps],
         timings=timings(len(tokens), len(steps), first - start, end - first),
+        speculation={"mode": spec if rounds.gate is not None else "off", **rounds.counters.as_dict()},
     )
 
 

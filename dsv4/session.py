@@ -130,7 +130,7 @@ class Session:
         return verify(self, tokens, mode, choose)
 
     def speculative_step(self, token: int, logits: np.ndarray, speculator: Speculator, room: int = 1 << 30) -> Round:
-        """One round after the committed `token`, chosen from `logits`: draft, choose a length, verify, commit.
+        """One round after the committed `token`, which was chosen from `logits`: draft, choose a length, verify, commit.
 
         Settles at most `room` tokens. Without a gate in the speculator it decodes plainly.
         """

@@ -17,6 +17,7 @@ from .errors import InputError
 
 if TYPE_CHECKING:
     from .dspark import Drafted
+    from .gate import Rule
     from .session import Session
 
 Choose = Callable[[np.ndarray, int], int]  # (logits [vocab], position the token is for) → token
@@ -60,8 +61,9 @@ def verify(session: Session, tokens: Sequence[int], mode: str = "batched", choos
 class Round:
     """One step of a generation: what it settled, what was drafted for it, and how long it took."""
 
-    tokens: list[int]
-    logits: np.ndarray  # float32 [len(tokens), vocab]
+    margin: float  # of the committed token: how far its logit was ahead of the second
+    tokens: list[int] = field(default_factory=list)
+    logits: np.ndarray | None = None  # float32 [len(tokens), vocab]
     draft: Drafted | None = None  # None: nothing was drafted
     length: int = 0  # drafted tokens that were verified
     accepted: int = 0
@@ -98,40 +100,40 @@ class Speculator:
     mode: how blocks are verified. on_round: sees every round, for records.
     """
 
-    gate: object | None = None
+    gate: Rule | None = None
     choose: Choose = greedy
     mode: str = "batched"
     on_round: Callable[[Round], None] | None = None
     counters: Counters = field(default_factory=Counters)
 
-    def step(self, session: Session, token: int, logits: np.ndarray, room: int) -> Round:
+    def step(self, session: Session, token: int, logits: np.ndarray, room: int = 1 << 30) -> Round:
         """Settle 1 .. room tokens after the committed `token`, which was chosen from `logits` and not yet consumed."""
         room = min(room, session.engine.max_context - session.position)
-        found = self._draft(session, token, logits) if room > 1 else Round([], logits)
-        found.length = min(found.length, room - 1)
+        found = Round(margin=margin(logits))
+        if self.gate is not None and room > 1 and self.gate.before_draft(found.margin):
+            self._draft(session, token, found)
+        length = found.length = min(found.length, room - 1)
+        drafted = found.draft.ids[:length].tolist() if length else []
         start = time.perf_counter()
-        drafted = found.draft.ids[: found.length].tolist() if found.length else []
-        settled = verify(session, [token, *drafted], self.mode, self.choose)
+        found.tokens, found.logits, found.accepted = verify(session, [token, *drafted], self.mode, self.choose)
         found.verify_s = time.perf_counter() - start
-        found.tokens, found.logits, found.accepted = settled
-        if self.gate is not None:
-            if found.draft is not None:
-                self.gate.record(found.draft.confidence.tolist(), found.length, found.accepted)
-            self.counters.count(found)
-        if self.on_round:
-            self.on_round(found)
+        self._learn(found)
         return found
 
-    def _draft(self, session: Session, token: int, logits: np.ndarray) -> Round:
-        """A round with its draft and the length to verify, both empty where the gate says so."""
-        found = Round([], logits)
-        if self.gate is None or not self.gate.before_draft(margin(logits)):
-            return found
+    def _draft(self, session: Session, token: int, found: Round) -> None:
         start = time.perf_counter()
         found.draft = session.draft(token, self.choose)
         found.length = self.gate.choose(found.draft.confidence.tolist())
         found.draft_s = time.perf_counter() - start
-        return found
+
+    def _learn(self, found: Round) -> None:
+        self.counters.count(found)
+        if self.gate is not None and found.draft is not None:
+            self.gate.record(found.draft.confidence.tolist(), found.length, found.accepted)
+        elif self.gate is not None:
+            self.gate.record_skip()
+        if self.on_round:
+            self.on_round(found)
 
 
 def margin(logits: np.ndarray) -> float:

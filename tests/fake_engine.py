@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dsv4.gate import GateSettings
 from dsv4.tokenizer import Tokenizer
 
 VOCAB = 640
@@ -20,6 +21,8 @@ class FakeEngine:
         self.max_context, self.chunk = max_context, 8
         self.script, self.spoil = list(script), spoil
         self.sessions: list[FakeSession] = []
+
+        self.draft, self.gate = None, GateSettings()
 
     def session(self):
         self.sessions.append(FakeSession(self))
@@ -39,6 +42,9 @@ class FakeSession:
             if progress:
                 progress(len(self.tokens), len(tokens))
         return self._logits()
+
+    def rewind(self, position):
+        del self.tokens[position:]
 
     def decode(self, token):
         assert self.position < self.engine.max_context, "the context was overrun"

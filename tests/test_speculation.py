@@ -1,0 +1,272 @@
+"""Speculation never changes a token: every way of drafting and verifying gives plain decoding's tokens, logits and state."""
+
+import json
+
+import numpy as np
+import pytest
+from compare import same_bits, same_state, state_of
+
+from dsv4.errors import ConfigError, InputError, StateError
+from dsv4.gate import make_rule
+from dsv4.speculate import Speculator, greedy, margin
+
+KINDS = ("repeat", "code", "math", "prose")
+SETTINGS = {"threads": 2, "chunk": 130, "max_sessions": 3, "max_context": 512}
+RANDOM = {"tiny-m": [1, 2, 3, 5, 15, 16, 17, 33, 66, 130], "tiny-a": [4, 31, 32, 33, 70]}  # prompt lengths
+
+
+def open_rule(name):
+    return make_rule(name, 5)
+
+
+@pytest.fixture(scope="module")
+def prompts(golden_dir):
+    """{kind: [token ids]} of real nano text."""
+    text = json.loads((golden_dir / "nano_continuations.json").read_text())
+    return {kind: [case["prompt_ids"] for case in text[kind]] for kind in KINDS}
+
+
+def run(engine, prompt, speculator, n):
+    """n tokens after a prompt → tokens, the logits [n, V] they were chosen from, the state they leave."""
+    with engine.session() as session:
+        logits = session.prefill(prompt)
+        tokens, rows = [speculator.choose(logits, session.position)], [logits]
+        while len(tokens) < n:
+            step = session.speculative_step(tokens[-1], rows[-1], speculator, n - len(tokens))
+            tokens += step.tokens
+            rows += list(step.logits)
+        assert len(tokens) == n and session.tokens == [*prompt, *tokens[:-1]]
+        return tokens, np.stack(rows), state_of(session)
+
+
+def same_run(found, expected, what):
+    assert found[0] == expected[0], what
+    same_bits(found[1], expected[1], f"{what} logits")
+    same_state(found[2], expected[2], what)
+
+
+# ---------------------------------------------------------------------- plain = always-k = gated = sequential = batched
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_to_speculate_on_text(engine, prompts, kind):
+    nano = engine("nano", **SETTINGS)
+    for prompt in prompts[kind][:2]:
+        plain = run(nano, prompt, Speculator(), 100)
+        for rule in ("fixed:1", "fixed:2", "fixed:3", "fixed:4", "fixed:5", "bucket", "calibrated"):
+            for mode in ("batched", "sequential"):
+                speculator = Speculator(open_rule(rule), mode=mode)
+                same_run(run(nano, prompt, speculator, 100), plain, f"{kind} {rule} {mode}")
+                assert speculator.counters.rounds and (rule == "calibrated" or speculator.counters.drafted)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_every_way_to_speculate_on_noise(engine, name):
+    """Little is accepted here: nearly every round takes rows back, before and past the window and block limits."""
+    small = engine(name, **SETTINGS)
+    for length in RANDOM[name]:
+        prompt = np.random.default_rng(length).integers(0, small.config.vocab_size, length).tolist()
+        plain = run(small, prompt, Speculator(), 40)
+        for rule in ("fixed:1", "fixed:3", "fixed:5", "calibrated"):
+            same_run(run(small, prompt, Speculator(open_rule(rule)), 40), plain, f"{name} {length} {rule}")
+
+
+def test_long_contexts(engine, prompts):
+    """Far past the window, with a prompt cut into chunks, the top-k choosing among many entries."""
+    nano = engine("nano", **SETTINGS)
+    prompt = (prompts["prose"][0] + prompts["code"][0] + prompts["repeat"][0]) * 3
+    prompt = prompt[:400]
+    plain = run(nano, prompt, Speculator(), 60)
+    for rule in ("fixed:5", "fixed:2", "calibrated"):
+        same_run(run(nano, prompt, Speculator(open_rule(rule)), 60), plain, rule)
+
+
+# ---------------------------------------------------------------------- perfect and wrong drafts, rejected tails
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_perfect_drafts_are_wholly_accepted(engine, prompts, n):
+    nano = engine("nano", **SETTINGS)
+    for kind in KINDS:
+        prompt = prompts[kind][0]
+        tokens, logits, state = run(nano, prompt, Speculator(), 91)
+        with nano.session() as session:
+            session.prefill(prompt)
+            at = 0
+            while at + n + 1 < 91:
+                verified = session.verify(tokens[at : at + n + 1])
+                assert verified.accepted == n and verified.tokens == tokens[at + 1 : at + n + 2]
+                same_bits(verified.logits, logits[at + 1 : at + n + 2], f"{kind} at {at}")
+                at += n + 1
+            session.forward(tokens[at:90])
+            same_state(state_of(session), state, kind)
+
+
+@pytest.mark.parametrize("mode", ["batched", "sequential"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+def test_wrong_drafts_are_wholly_rejected(engine, prompts, n, mode):
+    nano = engine("nano", **SETTINGS)
+    prompt = prompts["math"][0]
+    tokens, logits, state = run(nano, prompt, Speculator(), 41)
+    with nano.session() as session:
+        session.prefill(prompt)
+        for at in range(40):
+            wrong = [(tokens[at + 1] + 1 + i) % 640 for i in range(n)]
+            verified = session.verify([tokens[at], *wrong], mode)
+            assert verified.accepted == 0 and verified.tokens == [tokens[at + 1]]
+            same_bits(verified.logits[0], logits[at + 1])
+        same_state(state_of(session), state)
+
+
+@pytest.mark.parametrize("name", ["nano", "tiny-m"])
+def test_a_rejected_tail_leaves_no_trace(engine, name):
+    """For each accepted length two blocks that differ in their tails only: the same state, drafts and continuation."""
+    small = engine(name, **SETTINGS)
+    vocab = small.config.vocab_size
+    prompt = np.random.default_rng(3).integers(0, vocab, 150).tolist()
+    for start in (1, 3, 14, 15, 16, 17, 30, 31, 32, 61, 62, 63, 64, 65, 66, 79, 80, 125):
+        with small.session() as base:
+            for i in range(0, start, 100):
+                logits = base.forward(prompt[i : min(i + 100, start)]).logits[0]
+            token = greedy(logits, 0)
+            tokens = [token]
+            with base.fork() as plain:
+                for _ in range(8):
+                    tokens.append(greedy(plain.decode(tokens[-1]), 0))
+            for accepted in range(6):
+                results = []
+                for shift in (1, 2):
+                    tail = [(tokens[accepted + 1] + shift + i) % vocab for i in range(6 - accepted)]
+                    with base.fork() as session:
+                        verified = session.verify([*tokens[: accepted + 1], *tail])
+                        assert verified.accepted == accepted and verified.tokens == tokens[1 : accepted + 2]
+                        drafted = session.draft(verified.tokens[-1])
+                        state = state_of(session)
+                        results.append((state, drafted, session.forward(tokens[accepted + 1 :], "all").logits))
+                same_state(results[0][0], results[1][0], f"{start}, {accepted} accepted")
+                same_bits(results[0][1].logits, results[1][1].logits, f"draft at {start}, {accepted} accepted")
+                same_bits(results[0][2], results[1][2], f"{start}, {accepted} accepted")
+
+
+def test_verify_is_checked(engine, prompts):
+    nano = engine("nano", **SETTINGS)
+    with nano.session() as session:
+        session.prefill(prompts["code"][0])
+        before = state_of(session)
+        with pytest.raises(InputError, match="expected one of batched, sequential; found 'parallel'"):
+            session.verify([1, 2], "parallel")
+        with pytest.raises(InputError, match="expected ids within"):
+            session.verify([1, 640])
+        same_state(state_of(session), before)
+
+
+# ---------------------------------------------------------------------- the draft and what it depends on
+def test_a_draft_leaves_the_session_as_it_was(engine, prompts):
+    nano = engine("nano", **SETTINGS)
+    with nano.session() as session:
+        session.prefill(prompts["prose"][0])
+        before = state_of(session)
+        first, second = session.draft(5), session.draft(5)
+        same_bits(first.logits, second.logits, "drafted twice")
+        same_state(state_of(session), before)
+        assert session.tokens == prompts["prose"][0]
+
+
+def test_drafts_do_not_depend_on_how_the_windows_were_primed(engine, prompts):
+    """Prefill in chunks, token by token, after rejected blocks, forked, restored: the same draft."""
+    nano = engine("nano", **SETTINGS)
+    tokens = (prompts["prose"][0] * 3)[:120]
+    with nano.session() as session:
+        session.prefill(tokens)
+        expected = session.draft(7)
+        snapshot = session.snapshot()
+        with session.fork() as fork:
+            same_bits(fork.draft(7).logits, expected.logits, "forked")
+    with nano.session() as session:
+        session.restore(snapshot)
+        same_bits(session.draft(7).logits, expected.logits, "restored")
+    with nano.session() as session:
+        for i, token in enumerate(tokens):
+            session.decode(token)
+            if i % 7 == 3:
+                session.draft(9)  # primes on the way
+            if i % 11 == 5:
+                position = session.position
+                session.verify([1, 2, 3, 4])
+                session.rewind(position)
+        same_bits(session.draft(7).logits, expected.logits, "token by token, with rejected blocks")
+        same_bits(session.draft(7).confidence, expected.confidence)
+
+
+def test_a_draft_depends_on_each_of_its_inputs(engine, prompts):
+    nano = engine("nano", **SETTINGS)
+    prompt = (prompts["prose"][0] * 2)[:80]
+    pool = nano.pool
+    with nano.session() as session:
+        session.prefill(prompt)
+        slot, position = session.slot, session.position
+        expected = session.draft(7).logits
+
+        def differs(logits):
+            return not np.array_equal(logits, expected)
+
+        assert differs(session.draft(8).logits), "committed token"
+        assert differs(nano.draft.draft(pool, slot, position - 1, 7, greedy).logits), "position"
+        for back in (1, 2, nano.config.sliding_window):  # the seed's hidden, the one before, the window's oldest
+            place = pool.window_place(np.int32(slot), np.int32(position - back))
+            kept = pool.hidden[place].copy()
+            pool.hidden[place] += np.float32(0.5) * np.abs(kept).mean()
+            nano.draft.prime(pool, slot, position - back, position - back + 1)
+            assert differs(session.draft(7).logits), f"main hidden {back} back"
+            pool.hidden[place] = kept
+            nano.draft.prime(pool, slot, position - back, position - back + 1)
+        same_bits(session.draft(7).logits, expected, "restored")
+        for stage in pool.stages:  # a window that was not primed
+            kept = stage.window.codes.copy()
+            stage.window.codes[:] = 0
+            assert differs(session.draft(7).logits), "stage window"
+            stage.window.codes[:] = kept
+        outside = pool.window_place(np.int32(slot), np.int32(position - nano.config.sliding_window - 1))
+        pool.stages[0].window.codes[outside] ^= 1
+        same_bits(session.draft(7).logits, expected, "a key beyond the window")
+
+
+def test_drafts_guess_well_on_text_the_model_knows(engine, prompts):
+    """Absolute acceptance: a block misaligned by one, or an unprimed window, reads as almost none."""
+    nano = engine("nano", **SETTINGS)
+    rates = {}
+    for kind in KINDS:
+        counters = []
+        for prompt in prompts[kind]:
+            speculator = Speculator(open_rule("fixed:5"))
+            run(nano, prompt, speculator, 100)
+            counters.append(speculator.counters)
+        rates[kind] = sum(c.accepted for c in counters) / sum(c.drafted for c in counters)
+    expected = {"repeat": 0.91, "code": 1.0, "math": 0.68, "prose": 0.98}  # an independent implementation's
+    for kind in KINDS:
+        assert abs(rates[kind] - expected[kind]) < 0.08, rates
+
+
+def test_sessions_without_a_draft(engine, tmp_path, checkpoint_dir):
+    nano = engine("nano", **SETTINGS)
+    with nano.session() as session:
+        with pytest.raises(StateError, match="at least one token consumed"):
+            session.draft(1)
+    from variants import draftless
+
+    plain = engine_of(draftless(checkpoint_dir("tiny-m"), tmp_path / "plain"))
+    with plain.session() as session:
+        logits = session.prefill([1, 2, 3])
+        with pytest.raises(ConfigError, match="without a draft module"):
+            session.draft(1)
+        assert session.verify([5, 6, 7]).tokens
+        assert session.forward([1]).main_hidden is None
+        step = session.speculative_step(greedy(logits, 0), logits, Speculator())
+        assert step.accepted == 0 and len(step.tokens) == 1
+
+
+def engine_of(directory):
+    from dsv4 import Engine
+
+    return Engine.load(directory, threads=1, chunk=16, max_sessions=1, max_context=64)
+
+
+def test_margin_is_the_gap_between_the_two_largest():
+    assert margin(np.array([1.0, 5.0, 4.5], np.float32)) == 0.5
+    assert margin(np.array([2.0, 2.0, 1.0], np.float32)) == 0.0
