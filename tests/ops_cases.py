@@ -235,11 +235,11 @@ def store_keys(rng, t, d, r):
         return {"k": ops.decode_keys(cache, where)}
 
     inputs = {"kv": normal(rng, t, d), "norm": normal(rng, d), "where": rng.permutation(t).astype(np.int32)}
-    return run, inputs | angles(rng, t, r), ("kv", "where", "positions"), 1e-6, 0.1
+    return run, inputs | angles(rng, t, r), ("kv", "where", "positions"), 1e-6, 0.02
 
 
 @build
-def attend(rng, t, heads, d, r, counts, scale, limit):
+def attend(rng, t, heads, d, r, counts, scale):
     """One part per count; places repeat and miss, row 0 has none at all."""
 
     def run(ops, q, sink, k, **places):
@@ -253,7 +253,7 @@ def attend(rng, t, heads, d, r, counts, scale, limit):
         where[0] = -1
         where[1::3, where.shape[1] // 2 :] = -1
     inputs = {"q": normal(rng, t, heads, d, scale=scale), "sink": normal(rng, heads), "k": normal(rng, n, d)}
-    return run, inputs | places, ("q", *places), limit
+    return run, inputs | places, ("q", *places)
 
 
 @build
@@ -289,7 +289,7 @@ def index_keys(rng, t, heads, d, r):
 
     where = rng.permutation(2 * t)[:t].astype(np.int32)
     inputs = {"q": normal(rng, t, heads, d), "k": normal(rng, t, d), "where": where}
-    return run, inputs | angles(rng, t, r), ("q", "k", "where", "positions"), 1e-6, 0.1
+    return run, inputs | angles(rng, t, r), ("q", "k", "where", "positions"), 1e-6, 0.02
 
 
 @build
@@ -368,4 +368,4 @@ def moe(rng, t, experts, d, inter, k, slices, limit):
 
     ids = np.stack([np.sort(np.r_[0, 1 + rng.permutation(experts - 1)[: k - 1]]) for _ in range(t)]).astype(np.int32)
     inputs = {"x": normal(rng, t, d), "ids": ids, "weight": rng.random((t, k)).astype(np.float32)}
-    return run, inputs, ("x", "ids", "weight"), 1e-6, 0.1
+    return run, inputs, ("x", "ids", "weight"), 1e-6, 0.02
