@@ -1,4 +1,4 @@
-"""The backends against each other, and each against itself: rows, runs, threads, instruction sets, inputs left alone."""
+"""The backends against each other, and each against itself: rows, runs, threads, instruction sets, inputs kept."""
 
 from dataclasses import replace
 
