@@ -14,7 +14,7 @@ from .gate.replay import ACCOUNTINGS, replay, vary
 
 accounting_option = click.option(
     "--accounting", type=click.Choice(ACCOUNTINGS), default="honest", show_default=True,
-    help="What a round costs that drafts and then verifies nothing. honest: the draft and a plain step; published: the plain step.",
+    help="What a round costs that drafts and verifies nothing. honest: draft and plain step; published: plain step.",
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON record instead of a table.")
 
@@ -42,8 +42,8 @@ def replay_command(file, rule, accounting, as_json):
       python -m dsv4 gate replay rounds.json --rule bucket --accounting published --json
 
     \b
-    JSON: per_prompt {name: tok/s}; round_weighted tok/s (rounds over the sum of rounds times seconds per token); total
-    tok/s; lengths {name: [tokens verified, per round]}; undrafted {name: [rounds that did not draft]}; rule; accounting.
+    JSON: rule; accounting; per_prompt {name: tok/s}; round_weighted tok/s (rounds over the sum of rounds times seconds
+    per token); total tok/s; lengths {name: [tokens verified, per round]}; undrafted {name: [rounds without a draft]}.
     """
     report = replay(read_rounds(file), rule, accounting, GateSettings.from_env())
     if as_json:
@@ -73,8 +73,8 @@ def replay_command(file, rule, accounting, as_json):
 def vary_command(file, accounting, as_json):
     """Speed of the default rule with each of its settings halved and doubled, one at a time.
 
-    decay is varied by the memory it gives, margin by its excess over 1. A cost is varied in what the rule believes; what
-    is charged stays.
+    decay is varied by the memory it gives, margin by its excess over 1. A cost is varied in what the rule believes;
+    what is charged stays.
     """
     recording = read_rounds(file)
     rows = vary(recording, GateSettings.from_env(), accounting)

@@ -1,4 +1,4 @@
-"""Replay of recorded rounds: the published rule's digits, the bars of our own, causality, the file format, the command."""
+"""Replay of recorded rounds: the published rule's digits, bars of our own, causality, the file, the command."""
 
 import json
 from dataclasses import replace
@@ -170,18 +170,22 @@ GOOD = {"accept": 1, "k": 2, "conf": [0.5, 1]}
 @pytest.mark.parametrize(
     "content, says",
     [
-        ("{", "expected JSON"), ("[]", "expected a JSON object"), ({"prompts": {"p": [GOOD]}}, "block_size: expected an int"),
+        ("{", "expected JSON"), ("[]", "expected a JSON object"),
+        ({"prompts": {"p": [GOOD]}}, "block_size: expected an int"),
         ({"block_size": 0, "prompts": {"p": [GOOD]}}, "block_size"), ({"block_size": 5}, "prompts: expected"),
-        ({"block_size": 5, "prompts": {}}, "prompts: expected"), ({"block_size": 5, "prompts": {"p": []}}, "prompts: p: expected"),
+        ({"block_size": 5, "prompts": {}}, "prompts: expected"),
+        ({"block_size": 5, "prompts": {"p": []}}, "prompts: p: expected"),
         ({"block_size": 5, "prompts": {"p": {}}}, "prompts: p: expected"),
         *(
             ({"block_size": 5, "prompts": {"p": [GOOD, bad]}}, f"p: round 1: {says}")
             for bad, says in [
-                (3, "expected an object"), ({**GOOD, "acept": 1}, "acept: unknown key"), ({**GOOD, "k": 3}, "k: expected 0 .. 2"),
+                (3, "expected an object"), ({**GOOD, "acept": 1}, "acept: unknown key"),
+                ({**GOOD, "k": 3}, "k: expected 0 .. 2"),
                 ({**GOOD, "accept": 3}, "accept: expected 0 .. k = 2; found 3"), ({**GOOD, "accept": True}, "accept"),
                 ({**GOOD, "conf": [1] * 6}, "conf: expected at most 5"), ({**GOOD, "conf": ["1", 2]}, "conf"),
                 ({**GOOD, "conf": [float("nan"), 2]}, "conf"), ({**GOOD, "conf": [10**400, 2]}, "conf"),
-                ({**GOOD, "margin": -1}, "margin"), ({**GOOD, "plain_ms": "x"}, "plain_ms"), ({"k": 0, "accept": 0}, "conf"),
+                ({**GOOD, "margin": -1}, "margin"), ({**GOOD, "plain_ms": "x"}, "plain_ms"),
+                ({"k": 0, "accept": 0}, "conf"),
             ]
         ),
     ],

@@ -44,7 +44,7 @@ def sigmoid(x: float) -> float:
 
 
 def known_outcomes(confidences: Sequence[float], n: int, accepted: int) -> Iterable[tuple[float, bool]]:
-    """(confidence, was it accepted?) of the tokens a round tells about: after the first rejected one nothing is known."""
+    """(confidence, accepted?) of the tokens a round tells about: behind the first rejected one nothing is known."""
     return ((confidences[i], i < accepted) for i in range(min(n, accepted + 1)))
 
 

@@ -1,8 +1,8 @@
 """Rounds of speculation in a file, so that any rule can be replayed on them.
 
-JSON: {"source": text, "note": text, "block_size": 5, "prompts": {name: [round, ..]}}. A round: "conf", the draft's
-confidences (none where nothing was drafted); "k", how many drafted tokens were verified; "accept", how many of those were
-right; optionally "margin" (of the committed token) and "draft_ms", "verify_ms", "plain_ms".
+JSON: {"source": text, "note": text, "block_size": 5, "prompts": {name: [round, ..]}}. A round: "conf", the
+draft's confidences (none where nothing was drafted); "k", how many drafted tokens were verified; "accept", how many of
+those were right; optionally "margin" (of the committed token) and "draft_ms", "verify_ms", "plain_ms".
 """
 
 from __future__ import annotations

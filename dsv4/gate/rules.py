@@ -20,7 +20,7 @@ OWN = {"patience": 1.0, "first_wait": 5.0, "probe_share": 0.03}  # settings of `
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of a round's parts. Only ratios matter to a rule. verify_base_ms + n · verify_slope_ms is a verify."""
+    """Milliseconds of a round's parts; only ratios matter. A verify takes verify_base_ms + n · verify_slope_ms."""
 
     draft_ms: float = 196.0
     verify_base_ms: float = 300.0
@@ -164,8 +164,8 @@ class Calibrated(Rule):
     """
 
     def __init__(
-        self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR, patience: float = OWN["patience"],
-        first_wait: float = OWN["first_wait"], probe_share: float = OWN["probe_share"],
+        self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR,
+        patience: float = OWN["patience"], first_wait: float = OWN["first_wait"], probe_share: float = OWN["probe_share"],
     ):  # fmt: skip
         super().__init__(block, settings)
         for name, value in (("patience", patience), ("first_wait", first_wait), ("probe_share", probe_share)):

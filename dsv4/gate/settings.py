@@ -10,7 +10,6 @@ from ..config import environment
 from ..errors import ConfigError
 
 PREFIX = "DEEPSEEK_DSPARK_GATE"
-COSTS = ("draft_ms", "verify_base_ms", "verify_slope_ms", "plain_ms")
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,14 @@ def _parse(variable: str, name: str, text: str) -> bool | int | float:
 
 def _check(name: str, shown: str, value: Any) -> None:
     number = type(value) in (int, float) and math.isfinite(value)
+    free = name in ("draft_ms", "verify_slope_ms")  # a draft or one row more may cost nothing
+    cost = (number and (value >= 0 if free else value > 0), f"milliseconds {'>=' if free else '>'} 0")
     holds, expected = {
         "on": (type(value) is bool, "0 or 1"),
         "margin_threshold": (number and value >= 0, "a number >= 0"),
         "margin": (number and value > 0, "a number > 0"),
         "min_draft": (type(value) is int and value >= 0, "an integer >= 0"),
         "decay": (number and 0 < value <= 1, "a number > 0 and <= 1"),
-    }.get(name, (number and (value > 0 or value == 0 and name not in ("verify_base_ms", "plain_ms")), "milliseconds > 0"))
+    }.get(name, cost)
     if not holds:
         raise ConfigError(f"{shown}: expected {expected}; found {value!r}")
