@@ -179,7 +179,8 @@ def test_online_learning_approaches_the_batch_fit():
 
 def test_priors_are_what_the_measured_rounds_say():
     def fit(without=None):
-        return fit_prior((r.conf, r.k, r.accept) for name, rounds in MEASURED.items() if name != without for r in rounds)
+        used = [one for name, rounds in MEASURED.items() if name != without for one in rounds]
+        return fit_prior((one.conf, one.k, one.accept) for one in used)
 
     assert PRIOR[:2] == pytest.approx(fit()[:2], abs=1e-4)
     for name, prior in HELD_OUT.items():

@@ -156,8 +156,8 @@ class Calibrated(Rule):
     """Our rule: a learned sigmoid per sequence, and a balance that says whether to draft at all.
 
     The balance is what drafting gained over plain decoding, in tokens: it starts at `patience`, never exceeds it, and
-    a round moves it by its tokens minus its time / plain_ms. Once overdrawn, nothing is drafted for `first_wait` rounds,
-    then one draft is tried, a probe. A probe that gains pays off all debts; after one that does not, the wait doubles,
+    a round moves it by its tokens minus its time / plain_ms. Once overdrawn, nothing is drafted for `first_wait`
+    rounds, then one draft is tried, a probe. A probe that gains pays off all debts; after one that does not, the wait doubles,
     up to where the probes' drafts take `probe_share` of plain decoding's time. Where the margin of the committed token
     has proved to tell rounds that gain from others, it decides instead, and probes go on. A floor (min_draft) means
     that every round speculates.
@@ -165,7 +165,8 @@ class Calibrated(Rule):
 
     def __init__(
         self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR,
-        patience: float = OWN["patience"], first_wait: float = OWN["first_wait"], probe_share: float = OWN["probe_share"],
+        patience: float = OWN["patience"], first_wait: float = OWN["first_wait"],
+        probe_share: float = OWN["probe_share"],
     ):  # fmt: skip
         super().__init__(block, settings)
         for name, value in (("patience", patience), ("first_wait", first_wait), ("probe_share", probe_share)):
