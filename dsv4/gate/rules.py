@@ -157,10 +157,10 @@ class Calibrated(Rule):
 
     The balance is what drafting gained over plain decoding, in tokens: it starts at `patience`, never exceeds it, and
     a round moves it by its tokens minus its time / plain_ms. Once overdrawn, nothing is drafted for `first_wait`
-    rounds, then one draft is tried, a probe. A probe that gains pays off all debts; after one that does not, the wait doubles,
-    up to where the probes' drafts take `probe_share` of plain decoding's time. Where the margin of the committed token
-    has proved to tell rounds that gain from others, it decides instead, and probes go on. A floor (min_draft) means
-    that every round speculates.
+    rounds, then one draft is tried, a probe. A probe that gains pays off all debts; after one that does not, the wait
+    doubles, up to where the probes' drafts take `probe_share` of plain decoding's time. Where the margin of the
+    committed token has proved to tell rounds that gain from others, it decides instead, and probes go on. A floor
+    (min_draft) means that every round speculates.
     """
 
     def __init__(
