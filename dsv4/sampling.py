@@ -132,7 +132,7 @@ def probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         p[np.argmax(logits)] = 1.0
         return p
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends the losers to exp(−inf) = 0
-        p = np.exp((logits - logits.max()) / params.temperature)
+        p = np.exp((logits - logits.max()) / params.temperature)  # weights: the most likely token's is 1
     if 0 < params.top_k < p.size:
         p = _keep(p, descending(p, params.top_k))
     if params.top_p < 1:
@@ -140,7 +140,7 @@ def probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         share = np.cumsum(p[order])
         p = _keep(p, order[: 1 + np.searchsorted(share, params.top_p * share[-1])])
     if params.min_p > 0:
-        p[p < params.min_p * p.max()] = 0.0
+        p[p < params.min_p] = 0.0
     return p / p.sum()
 
 
@@ -169,7 +169,9 @@ def sample(logits: np.ndarray, params: SamplingParams, position: int) -> int:
         return int(np.argmax(_finite(np.asarray(logits))))
     p = probabilities(logits, params)
     kept = np.flatnonzero(p)
-    times = generator(params.seeded().seed, position).standard_exponential(p.size)[kept] / p[kept]
+    draws = generator(params.seeded().seed, position).standard_exponential(p.size)
+    with np.errstate(over="ignore"):  # a token of hardly any weight never arrives
+        times = draws[kept] / p[kept]
     return int(kept[np.argmin(times)])
 
 

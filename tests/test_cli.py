@@ -223,15 +223,15 @@ def test_a_failure_prints_no_record(run, monkeypatch):
     """Also an error in the middle: nothing of the record appears."""
     from dsv4.session import Session
 
-    decode = Session.decode
+    forward = Session.forward
 
-    def poisoned(session, token):
-        logits = decode(session, token)
+    def poisoned(session, *arguments):
+        output = forward(session, *arguments)
         if session.position > 13:
-            logits[7] = np.nan
-        return logits
+            output.logits[:, 7] = np.nan
+        return output
 
-    monkeypatch.setattr(Session, "decode", poisoned)
+    monkeypatch.setattr(Session, "forward", poisoned)
     refused(run("generate", "--prompt", PROMPT, "--json"), "expected finite numbers", "at token 7")
 
 

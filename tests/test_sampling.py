@@ -1,6 +1,8 @@
 """Sampling parameters, distributions, draws and log-probabilities."""
 
 import math
+import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,7 +127,8 @@ def test_every_draw_has_positive_probability(logits, temperature, top_k, top_p, 
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     logits = np.array(logits, np.float32)
     p = probabilities(logits, params)
-    assert p.dtype == np.float64 and p.sum() == pytest.approx(1, abs=1e-12) and p[np.argmax(logits)] > 0
+    assert p.dtype == np.float64 and p.sum() == pytest.approx(1, abs=1e-12)
+    assert p[logits > logits.max() - 1e-6].any()  # one of the most likely stays
     assert p[sample(logits, params, position)] > 0
 
 
@@ -142,6 +145,20 @@ def test_a_draw_depends_on_seed_and_position_only():
 def test_many_draws_at_one_position_do_not_reach_into_the_next():
     first = generator(5, 3).random(100_000)
     assert not np.isin(generator(5, 4).random(1000), first).any()
+
+
+@pytest.mark.parametrize("draw", [0.0, 5e-324, 45.0])
+def test_the_ends_of_the_draw_fall_on_possible_tokens(monkeypatch, draw):
+    stub = SimpleNamespace(standard_exponential=lambda size: np.full(size, draw))
+    monkeypatch.setattr("dsv4.sampling.generator", lambda *_: stub)
+    logits = np.array([0.0, 0.0, 5.0, 0.0, 5.0, 0.0])
+    assert sample(logits, SamplingParams(top_k=2, seed=0), 0) == 2
+
+
+def test_hardly_possible_tokens_warn_nobody():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sample(np.array([-743.0, 0.0]), SamplingParams(seed=0), 0) == 1
 
 
 def test_without_a_seed_each_request_gets_its_own():
