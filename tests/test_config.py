@@ -41,6 +41,13 @@ def test_slices(name, attention, experts):
     assert (config.attention_slices, config.moe_slices) == (attention, experts)
 
 
+@pytest.mark.parametrize("groups, rank, slices", [
+    (2, 512, 2), (1, 1024, 1), (4, 32, 1), (4, 64, 2), (4, 96, 1), (2, 96, 1),
+])  # fmt: skip
+def test_attention_slices_are_whole_groups_of_whole_blocks(raw, groups, rank, slices):
+    assert ModelConfig.from_dict(raw | {"o_groups": groups, "o_lora_rank": rank}).attention_slices == slices
+
+
 def test_slices_of_nano_and_real(nano_dir, real):
     nano = ModelConfig.load(nano_dir)
     assert (nano.attention_slices, nano.moe_slices) == (2, 1)
@@ -93,6 +100,15 @@ def test_every_missing_key_is_named(raw):
             ModelConfig.from_dict(broken)
     for key in OPTIONAL:
         ModelConfig.from_dict({k: v for k, v in raw.items() if k != key})
+
+
+def test_null_is_absent(raw):
+    newer = Files(copy.deepcopy(raw), {})
+    spell_newer(newer)
+    nulls = dict.fromkeys(set(raw) - set(newer.config))  # the older spellings
+    assert ModelConfig.from_dict(newer.config | nulls | {"topk_method": None}) == ModelConfig.from_dict(raw)
+    with pytest.raises(ConfigError, match="missing hc_mult"):
+        ModelConfig.from_dict(raw | {"hc_mult": None})
 
 
 WRONG = [
