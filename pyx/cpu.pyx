@@ -29,7 +29,7 @@ cdef extern from "kernels.h" nogil:
         FORMAT_F32
 
     enum:
-        STRIP
+        MOE_WIDTH
 
     cdef struct matrix:
         format format

@@ -145,7 +145,7 @@ cdef class MoeScratch:
         cdef int64_t entries = rows * (k + 1), total = 0
         cdef int64_t[9] sizes = [
             4 * rows * bank.dim, 4 * rows * bank.dim if bank.any_fp4 else 0, 4 * entries * bank.inner,
-            4 * STRIP * threads * slices * rows, 4 * (bank.experts + 1), 8 * (bank.experts + 2), 4 * entries,
+            4 * MOE_WIDTH * threads * slices * rows, 4 * (bank.experts + 1), 8 * (bank.experts + 2), 4 * entries,
             4 * entries, 8 * bank.experts,
         ]
         cdef int64_t[9] at

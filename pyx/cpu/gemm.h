@@ -13,7 +13,7 @@
 #define GROUPS (CHUNK / GROUP)
 #define BLOCK 64                   /* rows computed together */
 #define MAX_SLICES 8
-#define FEW V16_ROWS               /* up to so many rows, weights are decoded in registers */
+#define FEW (3 * V16_ROWS)         /* up to so many rows, weights are decoded in registers */
 #define INLINE static inline __attribute__((always_inline))
 
 static const int FN(group_bytes)[] = {[FORMAT_FP8] = 32, [FORMAT_FP4] = 16, [FORMAT_BF16] = 64, [FORMAT_F32] = 128};
@@ -78,7 +78,7 @@ INLINE void FN(dot)(const int format, const int R, const int C, const uint8_t *c
             }
         }
     }
-    for (int i = 0; i < R * C; i++) sum[i] = v16_sum(acc[i]);
+    for (int i = 0; i < R * C; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
 }
 
 /* Sums over one chunk; rows is 1, 2 or V16_ROWS. Returns how many outputs it did. */
@@ -106,81 +106,122 @@ struct FN(chunk) {
     float scales[STRIP][GROUPS];
 };
 
-static void FN(scales)(const struct matrix *w, int64_t n, int64_t k, int64_t len, float *scale)
+/* The scales of output n for the groups of one chunk. */
+INLINE v16 FN(scales)(const struct matrix *w, int64_t n, int64_t k, int64_t len)
 {
-    int groups = (int)((len + GROUP - 1) / GROUP);
-    if (w->format == FORMAT_FP4) {
-        const uint8_t *p = w->scale + n * w->scale_stride + k / GROUP;
-        if (groups == GROUPS) /* e8m0 of sixteen bytes */
-            v16_store(scale, v16i_float(v16i_max(v16i_shl(v16i_load_u8(p), 23), v16i_set1(0x00400000))));
-        else
-            for (int g = 0; g < groups; g++) scale[g] = e8m0(p[g]);
-    } else {
+    const int groups = (int)((len + GROUP - 1) / GROUP);
+    uint8_t some[GROUPS] = {0};
+    const uint8_t *bytes = some;
+    if (w->format == FORMAT_FP8) {
         const uint8_t *p = w->scale + n / 128 * w->scale_stride;
-        for (int g = 0; g < groups; g++) scale[g] = e8m0(p[(k + g * GROUP) / 128]);
+        for (int g = 0; g < groups; g++) some[g] = p[(k + g * GROUP) / 128];
+    } else if (groups == GROUPS) {
+        bytes = w->scale + n * w->scale_stride + k / GROUP;
+    } else {
+        memcpy(some, w->scale + n * w->scale_stride + k / GROUP, (size_t)groups);
     }
+    /* e8m0: the byte is the exponent; 2^-127, byte 0, is a subnormal */
+    return v16i_float(v16i_max(v16i_shl(v16i_load_u8(bytes), 23), v16i_set1(0x00400000)));
 }
 
-static void FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0, int nn, int64_t k, int64_t len)
+/* Whether an e4m3 code is a NaN. */
+static int FN(any_nan)(const uint8_t *codes, int64_t len)
 {
-    const int bytes = FN(group_bytes)[w->format];
+    uint64_t seen = 0; /* eight at a time: 0x7f + 1 carries into the top bit */
+    int64_t i = 0;
+    for (; i + 8 <= len; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, codes + i, 8);
+        seen |= (eight & 0x7f7f7f7f7f7f7f7f) + 0x0101010101010101;
+    }
+    for (; i < len; i++) seen |= (codes[i] & 0x7fu) + 1;
+    return (seen & 0x8080808080808080) != 0;
+}
+
+/* Outputs n0 .. n0+nn−1, inputs k .. k+len−1. raw: for decoding in registers, FP8 scales get the 256 that v16_e4m3_raw
+ * leaves out; 0 where that is not exact or a code is a NaN. */
+static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0, int nn, int64_t k, int64_t len, int raw)
+{
+    const int bytes = FN(group_bytes)[w->format], fp8 = w->format == FORMAT_FP8;
+    int ok = 1;
     chunk->format = w->format;
-    for (int c = 0; c < STRIP; c++) {
-        int64_t n = n0 + (c < nn ? c : nn - 1); /* beyond the strip: the last one again, its sums are not kept */
+    for (int c = 0; c < (nn + 3) / 4 * 4; c++) {
+        const int64_t n = n0 + (c < nn ? c : nn - 1); /* dot takes up to four: the last one again, its sums are not kept */
         chunk->weight[c] = w->weight + n * w->weight_stride + k * bytes / GROUP;
-        if (w->format != FORMAT_FP4 && w->format != FORMAT_FP8) continue;
-        if (c && (c >= nn || (w->format == FORMAT_FP8 && n % 128))) {
+        if (fp8 && raw && FN(any_nan)(chunk->weight[c], len)) ok = 0;
+        if (c && (c >= nn || (fp8 && n % 128))) {
             chunk->scale[c] = chunk->scale[c - 1];
-            continue;
+        } else if (fp8 || w->format == FORMAT_FP4) {
+            v16 scale = FN(scales)(w, n, k, len);
+            if (fp8 && raw) {
+                if (v16_hmax(scale) > 0x1p119f) ok = 0;
+                scale = v16_mul(scale, v16_set1(256.0f));
+            }
+            v16_store(chunk->scales[c], scale);
+            chunk->scale[c] = chunk->scales[c];
         }
-        FN(scales)(w, n, k, len, chunk->scales[c]);
-        chunk->scale[c] = chunk->scales[c];
     }
+    return ok;
 }
 
-/* FP8 only: gives the scales the 256 that v16_e4m3_raw leaves out. 0 where that is not exact or a code is a NaN. */
-static int FN(raw_scales)(struct FN(chunk) *chunk, int nn, int64_t len)
+/* len weights of one output as floats; the last group is filled up with zeros. Unlike decode it knows every scale and NaN. */
+INLINE void FN(decode_row)(const int format, const uint8_t *p, const float *scale, int64_t len, float *out)
 {
-    int bad = 0;
-    for (int c = 0; c < nn; c++) {
-        const uint8_t *codes = chunk->weight[c];
-        for (int64_t i = 0; i < len; i++) bad |= (codes[i] & 0x7f) == 0x7f;
-        for (int64_t g = 0; g * GROUP < len; g++) bad |= !(chunk->scale[c][g] <= 0x1p119f);
+    const int bytes = FN(group_bytes)[format], scaled = format == FORMAT_FP8 || format == FORMAT_FP4;
+    for (int64_t g = 0; g * GROUP < len; g++, p += bytes, out += GROUP) {
+        uint8_t padded[4 * GROUP];
+        if (len - g * GROUP < GROUP) {
+            memset(padded, 0, sizeof padded);
+            p = memcpy(padded, p, (size_t)((len - g * GROUP) * bytes / GROUP));
+        }
+        v16 a, b;
+        if (format == FORMAT_FP8) {
+            a = v16_mul(v16_e4m3(p), v16_set1(scale[g]));
+            b = v16_mul(v16_e4m3(p + 16), v16_set1(scale[g]));
+        } else {
+            FN(decode)(format, p, scaled ? scale[g] : 0, &a, &b);
+        }
+        v16_store(out, a);
+        v16_store(out + 16, b);
     }
-    if (bad) return 0;
-    for (int c = 0; c < nn; c++)
-        if (chunk->scale[c] == chunk->scales[c])
-            for (int64_t g = 0; g * GROUP < len; g++) chunk->scales[c][g] *= 256.0f;
-    return 1;
 }
 
-/* Decodes a chunk into a float tile [STRIP][CHUNK] and points there; the last group is filled up with zeros. */
+/* Decodes a chunk into a float tile [STRIP][CHUNK] and points there. */
 static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float *tile)
 {
-    const enum format format = chunk->format;
-    const int bytes = FN(group_bytes)[format];
     for (int c = 0; c < nn; c++) {
+        const uint8_t *p = chunk->weight[c];
         float *out = tile + c * CHUNK;
-        for (int64_t k = 0, g = 0; k < len; k += GROUP, g++) {
-            const uint8_t *p = chunk->weight[c] + g * bytes;
-            uint8_t padded[4 * GROUP] = {0};
-            if (len - k < GROUP) p = memcpy(padded, p, (size_t)((len - k) * bytes / GROUP));
-            v16 a, b;
-            switch (format) {
-            case FORMAT_FP8:
-                a = v16_mul(v16_e4m3(p), v16_set1(chunk->scale[c][g]));
-                b = v16_mul(v16_e4m3(p + 16), v16_set1(chunk->scale[c][g]));
-                break;
-            case FORMAT_FP4: FN(decode)(FORMAT_FP4, p, chunk->scale[c][g], &a, &b); break;
-            case FORMAT_BF16: FN(decode)(FORMAT_BF16, p, 0, &a, &b); break;
-            default: FN(decode)(FORMAT_F32, p, 0, &a, &b); break;
-            }
-            v16_store(out + k, a);
-            v16_store(out + k + 16, b);
+        switch (chunk->format) {
+        case FORMAT_FP8: FN(decode_row)(FORMAT_FP8, p, chunk->scale[c], len, out); break;
+        case FORMAT_FP4: FN(decode_row)(FORMAT_FP4, p, chunk->scale[c], len, out); break;
+        case FORMAT_BF16: FN(decode_row)(FORMAT_BF16, p, NULL, len, out); break;
+        default: FN(decode_row)(FORMAT_F32, p, NULL, len, out); break;
         }
     }
     chunk->format = FORMAT_F32;
-    for (int c = 0; c < STRIP; c++) chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * CHUNK);
+    for (int c = 0; c < (nn + 3) / 4 * 4; c++)
+        chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * CHUNK);
+}
+
+/* Adds one chunk of a strip, outputs c0 .. c0+nn−1 of it, to sums [row][STRIP]; x[row] + at are its inputs. */
+static void FN(add_chunk)(const struct FN(chunk) *chunk, int c0, int nn, const float *const *x, int64_t at, int rows,
+                          int64_t len, int first, float *sums)
+{
+    for (int r = 0; r < rows; r += V16_ROWS) {
+        const int live = rows - r < V16_ROWS ? rows - r : V16_ROWS;
+        const float *xs[V16_ROWS];
+        for (int i = 0; i < V16_ROWS; i++) xs[i] = x[r + (i < live ? i : live - 1)] + at;
+        for (int c = 0, done; c < nn; c += done) {
+            float sum[V16_ROWS * 4];
+            done = FN(dot_any)(chunk->format, live, chunk->weight + c, chunk->scale + c, xs, len, sum);
+            for (int i = 0; i < live; i++)
+                for (int j = 0; j < done && c + j < nn; j++) {
+                    float *to = sums + (r + i) * STRIP + c0 + c + j;
+                    *to = first ? sum[i * done + j] : *to + sum[i * done + j];
+                }
+        }
+    }
 }
 
 /* sums[slice][row][STRIP] of outputs n0 .. n0+nn−1 (nn <= STRIP) for rows <= BLOCK rows x[row], each [w->k]. */
@@ -189,27 +230,18 @@ static void FN(strip)(const struct matrix *w, int64_t n0, int nn, const float *c
     float tile[STRIP * CHUNK];
     struct FN(chunk) chunk;
     const int64_t width = w->k / slices;
-    for (int s = 0; s < slices; s++)
-        for (int64_t k = 0; k < width; k += CHUNK) {
-            const int64_t len = width - k < CHUNK ? width - k : CHUNK, at = s * width + k;
-            FN(look)(&chunk, w, n0, nn, at, len);
-            if (rows > FEW || (w->format == FORMAT_FP8 && !FN(raw_scales)(&chunk, nn, len)))
-                FN(decode_chunk)(&chunk, nn, len, tile);
-            for (int r = 0; r < rows; r += V16_ROWS) {
-                const int live = rows - r < V16_ROWS ? rows - r : V16_ROWS;
-                const float *xs[V16_ROWS];
-                for (int i = 0; i < V16_ROWS; i++) xs[i] = x[r + (i < live ? i : live - 1)] + at;
-                for (int c = 0, done; c < nn; c += done) {
-                    float sum[V16_ROWS * 4];
-                    done = FN(dot_any)(chunk.format, live, chunk.weight + c, chunk.scale + c, xs, len, sum);
-                    for (int i = 0; i < live; i++)
-                        for (int j = 0; j < done; j++) {
-                            float *to = sums + ((int64_t)s * rows + r + i) * STRIP + c + j;
-                            *to = k ? *to + sum[i * done + j] : sum[i * done + j];
-                        }
+    const int step = rows > FEW ? STRIP : 4; /* few rows: memory decides, and it likes few streams */
+    for (int c = 0; c < nn; c += step)
+        for (int s = 0; s < slices; s++)
+            for (int64_t k = 0; k < width; k += CHUNK) {
+                const int64_t len = width - k < CHUNK ? width - k : CHUNK, at = s * width + k;
+                const int live = nn - c < step ? nn - c : step;
+                if (rows > FEW || !FN(look)(&chunk, w, n0 + c, live, at, len, 1)) {
+                    FN(look)(&chunk, w, n0 + c, live, at, len, 0);
+                    FN(decode_chunk)(&chunk, live, len, tile);
                 }
+                FN(add_chunk)(&chunk, c, live, x, at, rows, len, k == 0, sums + (int64_t)s * rows * STRIP);
             }
-        }
 }
 
 /* The binary tree over slices that lie `stride` floats apart: ((0 + 1) + (2 + 3)) + .. */
@@ -231,7 +263,8 @@ static void FN(linear)(void *args, int tid, int n)
     int64_t first, last;
     team_share(a->groups * strips * blocks, tid, n, &first, &last);
     for (int64_t job = first; job < last; job++) {
-        const int64_t block = job % blocks, group = job / blocks / strips, strip = job / blocks % strips;
+        /* all strips of a block of rows in turn: its inputs stay in the cache */
+        const int64_t block = job / strips / a->groups, group = job / strips % a->groups, strip = job % strips;
         const int64_t t0 = block * BLOCK, n0 = group * width + strip * STRIP;
         const int rows = (int)(a->rows - t0 < BLOCK ? a->rows - t0 : BLOCK);
         const int nn = (int)(width - strip * STRIP < STRIP ? width - strip * STRIP : STRIP);

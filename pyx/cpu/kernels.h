@@ -9,7 +9,8 @@
 #include <stdint.h>
 #include "team.h"
 
-#define STRIP 16 /* outputs of a linear that are computed together */
+#define STRIP 16     /* outputs of a linear that are computed together */
+#define MOE_WIDTH 64 /* outputs of the experts that one job computes */
 
 enum format { FORMAT_FP8, FORMAT_FP4, FORMAT_BF16, FORMAT_F32 };
 
@@ -55,7 +56,7 @@ struct moe_args {
     int slices;
     float *plain, *paired; /* [rows, d] x rounded, and the same deinterleaved for FP4 (NULL where none is) */
     float *act;            /* [entries, inner] */
-    float *totals;         /* [threads, slices, rows, STRIP] */
+    float *totals;         /* [threads, slices, rows, MOE_WIDTH] */
     _Atomic int64_t next_inner, next_output; /* jobs handed out; 0 at the start */
 };
 

@@ -70,26 +70,30 @@ static void FN(moe_inner)(const struct moe_args *a, int64_t use, int64_t block)
     }
 }
 
-/* Outputs n0 .. n0+nn−1 of every row; totals [slices][rows][STRIP]. */
-static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int nn, float *totals)
+/* Outputs n0 .. n0+width−1 (width <= MOE_WIDTH) of every row; totals [slices][rows][MOE_WIDTH]. */
+static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, float *totals)
 {
     float sums[MAX_SLICES * BLOCK * STRIP];
-    memset(totals, 0, sizeof(float) * (size_t)(a->slices * a->rows * STRIP));
+    memset(totals, 0, sizeof(float) * (size_t)(a->slices * a->rows * MOE_WIDTH));
     for (int64_t use = 0; use < a->uses; use++) {
         const struct matrix *w2 = a->matrices + 3 * (int64_t)a->expert[use] + 1;
         for (int64_t e = a->first[use]; e < a->first[use + 1]; e += BLOCK) {
             const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
             const float *x[BLOCK];
             for (int r = 0; r < rows; r++) x[r] = a->act + (e + r) * a->inner;
-            FN(strip)(w2, n0, nn, x, rows, a->slices, sums);
-            for (int s = 0; s < a->slices; s++)
-                for (int r = 0; r < rows; r++)
-                    for (int c = 0; c < nn; c++)
-                        totals[(s * a->rows + a->row[e + r]) * STRIP + c] += sums[(s * rows + r) * STRIP + c];
+            for (int c0 = 0; c0 < width; c0 += STRIP) {
+                const int nn = width - c0 < STRIP ? width - c0 : STRIP;
+                FN(strip)(w2, n0 + c0, nn, x, rows, a->slices, sums);
+                for (int s = 0; s < a->slices; s++)
+                    for (int r = 0; r < rows; r++)
+                        for (int c = 0; c < nn; c++)
+                            totals[(s * a->rows + a->row[e + r]) * MOE_WIDTH + c0 + c] += sums[(s * rows + r) * STRIP + c];
+            }
         }
     }
     for (int64_t t = 0; t < a->rows; t++)
-        for (int c = 0; c < nn; c++) a->y[t * a->d + n0 + c] = FN(tree)(totals + t * STRIP + c, a->rows * STRIP, a->slices);
+        for (int c = 0; c < width; c++)
+            a->y[t * a->d + n0 + c] = FN(tree)(totals + t * MOE_WIDTH + c, a->rows * MOE_WIDTH, a->slices);
 }
 
 static void FN(moe)(void *args, int tid, int n)
@@ -97,11 +101,13 @@ static void FN(moe)(void *args, int tid, int n)
     struct moe_args *a = args;
     FN(moe_inputs)(a, tid, n);
     team_barrier(n);
-    const int64_t blocks = (a->inner + E4M3_BLOCK - 1) / E4M3_BLOCK, strips = (a->d + STRIP - 1) / STRIP;
+    const int64_t blocks = (a->inner + E4M3_BLOCK - 1) / E4M3_BLOCK, spans = (a->d + MOE_WIDTH - 1) / MOE_WIDTH;
     for (int64_t job; (job = atomic_fetch_add(&a->next_inner, 1)) < a->uses * blocks;)
         FN(moe_inner)(a, job / blocks, job % blocks);
     team_barrier(n);
-    float *totals = a->totals + (int64_t)tid * a->slices * a->rows * STRIP;
-    for (int64_t job; (job = atomic_fetch_add(&a->next_output, 1)) < strips;)
-        FN(moe_outputs)(a, job * STRIP, (int)(a->d - job * STRIP < STRIP ? a->d - job * STRIP : STRIP), totals);
+    float *totals = a->totals + (int64_t)tid * a->slices * a->rows * MOE_WIDTH;
+    for (int64_t job; (job = atomic_fetch_add(&a->next_output, 1)) < spans;) {
+        const int64_t n0 = job * MOE_WIDTH, rest = a->d - n0;
+        FN(moe_outputs)(a, n0, (int)(rest < MOE_WIDTH ? rest : MOE_WIDTH), totals);
+    }
 }

@@ -67,6 +67,17 @@ static inline float v16_sum(v16 x)
     b = _mm_add_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
 }
+static inline void v16_sum4(v16 x, v16 y, v16 z, v16 w, float *sums)
+{
+    __m256 a = _mm256_add_ps(x.a, x.b), b = _mm256_add_ps(y.a, y.b);
+    __m256 c = _mm256_add_ps(z.a, z.b), d = _mm256_add_ps(w.a, w.b);
+    __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+    /* now four lanes of each: a, c in the low half, b, d in the high one */
+    __m256 t = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    t = _mm256_add_ps(t, _mm256_permute_ps(t, 0xb1));
+    _mm_storeu_ps(sums, _mm_blend_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1), 0xa));
+}
 static inline float v16_hmax(v16 x)
 {
     __m256 a = _mm256_max_ps(x.a, x.b);

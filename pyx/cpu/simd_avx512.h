@@ -40,6 +40,16 @@ static inline float v16_sum(v16 x)
     b = _mm_add_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
 }
+static inline void v16_sum4(v16 a, v16 b, v16 c, v16 d, float *sums)
+{
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    /* now four lanes of each, in order a, b, c, d */
+    __m512 t = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    t = _mm512_add_ps(t, _mm512_permute_ps(t, 0x4e));
+    t = _mm512_add_ps(t, _mm512_permute_ps(t, 0xb1));
+    _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, t)));
+}
 static inline float v16_hmax(v16 x)
 {
     __m256 a = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));

@@ -55,6 +55,15 @@ static inline float v16_sum(v16 a)
     return a.f[0];
 }
 
+/* the sums of four */
+static inline void v16_sum4(v16 a, v16 b, v16 c, v16 d, float *sums)
+{
+    sums[0] = v16_sum(a);
+    sums[1] = v16_sum(b);
+    sums[2] = v16_sum(c);
+    sums[3] = v16_sum(d);
+}
+
 static inline float v16_hmax(v16 a)
 {
     for (int half = 8; half; half /= 2)
