@@ -16,10 +16,10 @@ static void FN(compress_store)(void *args, int tid, int n)
 }
 
 /* Floats before the kv and gate that position p of entry j's pool gives to channel 0. */
-static inline int64_t pooled_at(const struct compress_pool_args *a, int64_t unit, int64_t p)
+static inline int64_t pooled_at(const struct compress_pool_args *a, int64_t row, int32_t p)
 {
-    int overlap = a->ratio == 4, own = p >= (int64_t)a->entries[unit] * a->ratio;
-    int64_t place = (int64_t)a->slots[unit] * a->capacity + p % a->capacity;
+    int overlap = a->ratio == 4, own = p >= a->entries[row] * a->ratio;
+    int64_t place = (int64_t)a->slots[row] * a->capacity + p % a->capacity;
     return place * a->dim * (overlap ? 2 : 1) + (overlap && own ? a->dim : 0);
 }
 
@@ -29,13 +29,13 @@ static void FN(compress_pool)(void *args, int tid, int n)
     int64_t from, to, groups = (a->dim + 15) / 16;
     team_share(a->rows * groups, tid, n, &from, &to);
     for (int64_t unit = from; unit < to; unit++) {
-        int64_t row = unit / groups, last = ((int64_t)a->entries[row] + 1) * a->ratio;
-        int64_t first = last - (a->ratio == 4 && a->entries[row] ? 2 * a->ratio : a->ratio);
+        int64_t row = unit / groups;
+        int32_t last = (a->entries[row] + 1) * a->ratio, first = last - (a->ratio == 4 && a->entries[row] ? 2 * a->ratio : a->ratio);
         int start = (int)(unit % groups) * 16, left = a->dim - start;
         v16 top = v16_set1(-INFINITY), sum = v16_zero(), pooled = v16_zero();
-        for (int64_t p = first; p < last; p++)
+        for (int32_t p = first; p < last; p++)
             top = v16_max(top, load_some(a->ring_gate + pooled_at(a, row, p) + start, left));
-        for (int64_t p = first; p < last; p++) {
+        for (int32_t p = first; p < last; p++) {
             int64_t at = pooled_at(a, row, p) + start;
             v16 e = v16_exp(v16_sub(load_some(a->ring_gate + at, left), top));
             sum = v16_add(sum, e);

@@ -19,8 +19,8 @@ static inline float sum_squares(const float *x, int n)
     return total;
 }
 
-INLINE void dot_step(const float *a, int64_t lda, const float *b, int64_t ldb, int left, v16 acc[DOT_A][DOT_B],
-                     const int na, const int nb)
+INLINE void dot_step(const float *a, int64_t lda, const float *b, int64_t ldb, int left, v16 *acc, const int na,
+                     const int nb)
 {
     v16 y[DOT_B];
 #pragma GCC unroll 4
@@ -29,28 +29,30 @@ INLINE void dot_step(const float *a, int64_t lda, const float *b, int64_t ldb, i
     for (int i = 0; i < na; i++) {
         v16 x = left ? v16_load_n(a + i * lda, left) : v16_load(a + i * lda);
 #pragma GCC unroll 4
-        for (int j = 0; j < nb; j++) acc[i][j] = v16_fma(x, y[j], acc[i][j]);
+        for (int j = 0; j < nb; j++) acc[i * nb + j] = v16_fma(x, y[j], acc[i * nb + j]);
     }
 }
 
 INLINE void dot_block(const float *a, int64_t lda, const float *b, int64_t ldb, int n, float *out, int64_t ldo,
                       const int na, const int nb)
 {
+    const int fours = na * nb / 4 * 4;
     for (int start = 0; start < n; start += CHUNK) {
         int end = n - start < CHUNK ? n : start + CHUNK, k = start;
-        v16 acc[DOT_A][DOT_B];
-#pragma GCC unroll 4
-        for (int i = 0; i < na; i++)
-#pragma GCC unroll 4
-            for (int j = 0; j < nb; j++) acc[i][j] = v16_zero();
+        v16 acc[DOT_A * DOT_B];
+        float sum[DOT_A * DOT_B];
+#pragma GCC unroll 16
+        for (int i = 0; i < na * nb; i++) acc[i] = v16_zero();
         for (; k + 16 <= end; k += 16) dot_step(a + k, lda, b + k, ldb, 0, acc, na, nb);
         if (k < end) dot_step(a + k, lda, b + k, ldb, end - k, acc, na, nb);
 #pragma GCC unroll 4
-        for (int i = 0; i < na; i++)
+        for (int i = 0; i < fours; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
 #pragma GCC unroll 4
+        for (int i = fours; i < na * nb; i++) sum[i] = v16_sum(acc[i]);
+        for (int i = 0; i < na; i++)
             for (int j = 0; j < nb; j++) {
-                float sum = v16_sum(acc[i][j]);
-                out[i * ldo + j] = start ? out[i * ldo + j] + sum : sum;
+                float *to = out + i * ldo + j;
+                *to = start ? *to + sum[i * nb + j] : sum[i * nb + j];
             }
     }
 }

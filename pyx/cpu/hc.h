@@ -32,19 +32,34 @@ static inline void sigmoids(float *x, int n)
     }
 }
 
-/* c /= its sum over the m entries `stride` apart, + eps, for W matrices side by side. */
-INLINE void normalise(float *c, int m, int stride, float eps, const int W)
+/* c [m, m, W], W matrices side by side: every row j divided by its sum over k, + eps. */
+INLINE void divide_rows(float *c, float eps, const int m, const int W)
 {
-    float sum[HC_LANES];
-    for (int w = 0; w < W; w++) sum[w] = c[w];
-    for (int i = 1; i < m; i++)
-        for (int w = 0; w < W; w++) sum[w] += c[i * stride * W + w];
-    for (int i = 0; i < m; i++)
-        for (int w = 0; w < W; w++) c[i * stride * W + w] /= sum[w] + eps;
+    for (int j = 0; j < m; j++) {
+        float sum[HC_LANES], *row = c + j * m * W;
+        for (int w = 0; w < W; w++) sum[w] = row[w];
+        for (int k = 1; k < m; k++)
+            for (int w = 0; w < W; w++) sum[w] += row[k * W + w];
+        for (int w = 0; w < W; w++) sum[w] += eps;
+        for (int k = 0; k < m; k++)
+            for (int w = 0; w < W; w++) row[k * W + w] /= sum[w];
+    }
 }
 
-/* c [m, m, W]: softmax over the columns k of each row j, + eps, then rows and columns normalised in turn. */
-INLINE void sinkhorn(float *c, int m, int iterations, float eps, const int W)
+/* Every column k divided by its sum over j, + eps. */
+INLINE void divide_columns(float *c, float eps, const int m, const int W)
+{
+    float sum[MAX_STREAMS * HC_LANES];
+    for (int i = 0; i < m * W; i++) sum[i] = c[i];
+    for (int j = 1; j < m; j++)
+        for (int i = 0; i < m * W; i++) sum[i] += c[j * m * W + i];
+    for (int i = 0; i < m * W; i++) sum[i] += eps;
+    for (int j = 0; j < m; j++)
+        for (int i = 0; i < m * W; i++) c[j * m * W + i] /= sum[i];
+}
+
+/* c [m, m, W]: softmax over the columns k of each row j, + eps, then columns and rows normalised in turn. */
+INLINE void sinkhorn(float *c, int iterations, float eps, const int m, const int W)
 {
     for (int j = 0; j < m; j++) {
         float top[HC_LANES], *row = c + j * m * W;
@@ -55,19 +70,19 @@ INLINE void sinkhorn(float *c, int m, int iterations, float eps, const int W)
             for (int w = 0; w < W; w++) row[k * W + w] -= top[w];
     }
     for (int i = 0; i < m * m * W; i += 16) store_some(c + i, v16_exp(load_some(c + i, m * m * W - i)), m * m * W - i);
-    for (int j = 0; j < m; j++) normalise(c + j * m * W, m, 1, 0, W);
+    divide_rows(c, 0, m, W);
     for (int i = 0; i < m * m * W; i++) c[i] += eps;
-    for (int k = 0; k < m; k++) normalise(c + k * W, m, m, eps, W);
+    divide_columns(c, eps, m, W);
     for (int round = 1; round < iterations; round++) {
-        for (int j = 0; j < m; j++) normalise(c + j * m * W, m, 1, eps, W);
-        for (int k = 0; k < m; k++) normalise(c + k * W, m, m, eps, W);
+        divide_rows(c, eps, m, W);
+        divide_columns(c, eps, m, W);
     }
 }
 
 /* Gates of up to W rows from t on, which lie side by side in the lanes: pre [W, m], and post and comb of the args. */
-INLINE void hc_gates(const struct hc_pre_args *a, int64_t t, int count, float *pre, const int W)
+INLINE void hc_gates(const struct hc_pre_args *a, int64_t t, int count, float *pre, const int m, const int W)
 {
-    int m = a->streams, outputs = hc_outputs(a);
+    int outputs = hc_outputs(a);
     float v[(2 + MAX_STREAMS) * MAX_STREAMS * HC_LANES];
     for (int i = 0; i < outputs; i++) {
         float scale = a->scale[i < m ? 0 : i < 2 * m ? 1 : 2], base = a->base[i];
@@ -82,7 +97,7 @@ INLINE void hc_gates(const struct hc_pre_args *a, int64_t t, int count, float *p
     if (!a->comb) return;
     for (int w = 0; w < count; w++)
         for (int j = 0; j < m; j++) a->post[(t + w) * m + j] = 2.0f * v[(m + j) * W + w];
-    sinkhorn(v + 2 * m * W, m, a->iterations, a->eps, W);
+    sinkhorn(v + 2 * m * W, a->iterations, a->eps, m, W);
     for (int w = 0; w < count; w++)
         for (int i = 0; i < m * m; i++) a->comb[(t + w) * m * m + i] = v[(2 * m + i) * W + w];
 }
@@ -102,6 +117,14 @@ static void hc_combine(const struct hc_pre_args *a, int64_t t, const float *pre)
     if (a->norm) scale_row(u, inverse_rms(u, dim, a->norm_eps), a->norm, u, dim);
 }
 
+static void hc_gates_any(const struct hc_pre_args *a, int64_t t, int count, float *pre)
+{
+    int m = a->streams;
+    if (m == 4 && count == 1) hc_gates(a, t, 1, pre, 4, 1); /* the usual number of streams, unrolled */
+    else if (m == 4) hc_gates(a, t, count, pre, 4, HC_LANES);
+    else hc_gates(a, t, count, pre, m, HC_LANES);
+}
+
 static void FN(hc_pre)(void *args, int tid, int n)
 {
     const struct hc_pre_args *a = args;
@@ -113,8 +136,7 @@ static void FN(hc_pre)(void *args, int tid, int n)
     for (int64_t t = from; t < to;) {
         /* sixteen lanes cost as much as some three single rows */
         int count = to - t < 3 ? 1 : to - t < HC_LANES ? (int)(to - t) : HC_LANES;
-        if (count == 1) hc_gates(a, t, 1, pre, 1);
-        else hc_gates(a, t, count, pre, HC_LANES);
+        hc_gates_any(a, t, count, pre);
         for (int w = 0; w < count; w++) hc_combine(a, t + w, pre + w * a->streams);
         t += count;
     }

@@ -60,7 +60,7 @@ static void FN(decode_index)(void *args, int tid, int n)
 }
 
 /* ------------------------------------------------------------------ selection */
-static inline int64_t entry_place(const int32_t *pages, int page_entries, int64_t j)
+static inline int64_t entry_place(const int32_t *pages, int32_t page_entries, int32_t j)
 {
     return (int64_t)pages[j / page_entries] * page_entries + j % page_entries;
 }
@@ -78,7 +78,7 @@ static void score_entries(const struct index_select_args *a, int64_t t, float *s
     for (int64_t j = first; j < last; j += TILE) {
         int count = last - j < TILE ? (int)(last - j) : TILE;
         for (int i = 0; i < count; i++) {
-            int64_t place = entry_place(pages, a->page_entries, j + i);
+            int64_t place = entry_place(pages, a->page_entries, (int32_t)j + i);
             for (int g = 0; g < dim / E2M1_BLOCK; g++) {
                 v16 even, odd;
                 float s = scale_of(a->cache.scales[place * dim / E2M1_BLOCK + g]);
@@ -112,23 +112,25 @@ static inline uint32_t ordered(float x)
 /* The k best of n > k scores, ascending; equal ones: lower j. Finds the k-th best byte by byte; score is overwritten. */
 static void choose(float *score, int64_t n, int k, int32_t *out)
 {
-    uint32_t *key = (uint32_t *)(void *)score, prefix = 0, mask = 0;
-    int64_t need = k;
+    uint32_t *key = (uint32_t *)(void *)score, prefix = 0, mask = 0, need = (uint32_t)k, last = 0;
     for (int64_t j = 0; j < n; j++) {
         uint32_t bits = ordered(score[j]);
         memcpy(score + j, &bits, 4);
     }
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        int64_t count[256] = {0};
-        int digit = 255;
+    /* `need` of the keys that begin with `prefix` are wanted; done when that is all of them */
+    for (int shift = 24; shift >= 0 && need != last; shift -= 8) {
+        uint32_t count[256] = {0}, digit = 255;
         for (int64_t j = 0; j < n; j++)
             if ((key[j] & mask) == prefix) count[key[j] >> shift & 255]++;
         for (; need > count[digit]; digit--) need -= count[digit];
-        prefix |= (uint32_t)digit << shift;
+        last = count[digit];
+        prefix |= digit << shift;
         mask |= 255u << shift;
     }
-    for (int64_t j = 0, at = 0; at < k; j++)
-        if (key[j] > prefix || (key[j] == prefix && need-- > 0)) out[at++] = (int32_t)j;
+    for (int64_t j = 0, at = 0; at < k; j++) {
+        uint32_t head = key[j] & mask;
+        if (head > prefix || (head == prefix && need-- > 0)) out[at++] = (int32_t)j;
+    }
 }
 
 static void select_row(const struct index_select_args *a, int64_t t, float *score)

@@ -79,14 +79,16 @@ static inline uint8_t encode_block_e4m3(const float *x, uint8_t *codes, int n)
     return (uint8_t)byte;
 }
 
+/* codes that encode_block_e4m3 made: not the NaN codes, whose place the scale takes. */
 static inline void decode_block_e4m3(const uint8_t *codes, uint8_t byte, float *y, int n)
 {
-    v16 scale = v16_set1(scale_of(byte));
-    for (int i = 0; i < n; i += 16) {
-        uint8_t part[16] = {0};
-        if (n - i < 16) memcpy(part, codes + i, (size_t)(n - i));
-        store_some(y + i, v16_mul(v16_e4m3(n - i < 16 ? part : codes + i), scale), n - i);
-    }
+    v16 scale = v16_set1(scale_of(byte)), raw = v16_set1(256.0f);
+    int i = 0;
+    for (; i + 16 <= n; i += 16) v16_store(y + i, v16_mul(v16_mul(v16_e4m3_raw(codes + i), raw), scale));
+    if (i == n) return;
+    uint8_t rest[16] = {0};
+    memcpy(rest, codes + i, (size_t)(n - i));
+    v16_store_n(y + i, v16_mul(v16_mul(v16_e4m3_raw(rest), raw), scale), n - i);
 }
 
 /* x [32] → y, rounded and decoded, and where codes is not NULL the 16 bytes of codes. Returns the scale's byte. */
@@ -115,7 +117,9 @@ static inline void encode_bf16(const float *x, uint16_t *y, int n)
 
 static inline void decode_bf16(const uint16_t *x, float *y, int n)
 {
-    for (int i = 0; i < n; i++) y[i] = as_float((uint32_t)x[i] << 16);
+    int i = 0;
+    for (; i + 16 <= n; i += 16) v16_store(y + i, v16_bf16(x + i));
+    for (; i < n; i++) y[i] = as_float((uint32_t)x[i] << 16);
 }
 
 /* ------------------------------------------------------------------ jobs */
