@@ -275,7 +275,8 @@ ENDLESS = ("generate", "--prompt", PROMPT, "--max-tokens", 8000, "--ignore-eos",
 
 def test_text_streams_and_ctrl_c_keeps_it():
     process = python(*ENDLESS)
-    begun = process.stdout.read(20)  # arrives while the process still has minutes of work before it
+    begun = os.read(process.stdout.fileno(), 10_000)
+    assert 0 < len(begun) < 100  # what there was then, not a filled buffer
     process.send_signal(signal.SIGINT)
     rest, err = process.communicate(timeout=30)
     assert process.returncode == 130 and b"Traceback" not in err and err.strip() == b""
@@ -344,7 +345,7 @@ def tokens():
 def test_logits_of_every_token(run, tmp_path, tokens):
     out = tmp_path / "logits.safetensors"
     ids = ",".join(map(str, tokens))
-    status, text, _ = run("logits", "--tokens", ids, "--out", out, "--chunk", 5)
+    status, text, _ = run("logits", "--tokens", ids, "--out", out, "--chunk", 11)
     assert status == 0 and "[23, 640]" in text and os.listdir(tmp_path) == [out.name]
     saved = load_file(out)
     with dsv4.Engine.load("nano").session() as session:

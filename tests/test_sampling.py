@@ -142,6 +142,15 @@ def test_a_draw_depends_on_seed_and_position_only():
     assert forward != [sample(logits, SamplingParams(seed=12), position) for position in range(50)]
 
 
+def test_a_filter_that_leaves_the_winner_leaves_the_draw():
+    logits = np.random.default_rng(3).standard_normal(50)
+    best = set(np.argsort(-logits)[:10].tolist())
+    plain = [sample(logits, SamplingParams(seed=11), position) for position in range(200)]
+    cut = [sample(logits, SamplingParams(seed=11, top_k=10), position) for position in range(200)]
+    assert 20 < sum(token in best for token in plain) < 180
+    assert all(a == b for a, b in zip(plain, cut) if a in best)
+
+
 def test_many_draws_at_one_position_do_not_reach_into_the_next():
     first = generator(5, 3).random(100_000)
     assert not np.isin(generator(5, 4).random(1000), first).any()
