@@ -168,8 +168,8 @@ static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0,
 INLINE void FN(decode_row)(const int format, const uint8_t *p, const float *scale, int64_t len, float *out)
 {
     const int bytes = FN(group_bytes)[format], scaled = format == FORMAT_FP8 || format == FORMAT_FP4;
+    uint8_t padded[4 * GROUP];
     for (int64_t g = 0; g * GROUP < len; g++, p += bytes, out += GROUP) {
-        uint8_t padded[4 * GROUP];
         if (len - g * GROUP < GROUP) {
             memset(padded, 0, sizeof padded);
             p = memcpy(padded, p, (size_t)((len - g * GROUP) * bytes / GROUP));
