@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 from compare import same_bits, same_state, state_of
+from variants import Files, drop_draft
 
+from dsv4 import Engine
 from dsv4.errors import ConfigError, InputError, StateError
 from dsv4.gate import make_rule
 from dsv4.speculate import Speculator, greedy, margin
@@ -94,7 +96,8 @@ def test_perfect_drafts_are_wholly_accepted(engine, prompts, n):
                 assert verified.accepted == n and verified.tokens == tokens[at + 1 : at + n + 2]
                 same_bits(verified.logits, logits[at + 1 : at + n + 2], f"{kind} at {at}")
                 at += n + 1
-            session.forward(tokens[at:90])
+            for token in tokens[at:90]:
+                session.decode(token)
             same_state(state_of(session), state, kind)
 
 
@@ -248,9 +251,9 @@ def test_sessions_without_a_draft(engine, tmp_path, checkpoint_dir):
     with nano.session() as session:
         with pytest.raises(StateError, match="at least one token consumed"):
             session.draft(1)
-    from variants import draftless
-
-    plain = engine_of(draftless(checkpoint_dir("tiny-m"), tmp_path / "plain"))
+    files = Files.read(checkpoint_dir("tiny-m"))
+    drop_draft(files)
+    plain = Engine.load(files.write(tmp_path / "plain"), threads=1, chunk=16, max_sessions=1, max_context=64)
     with plain.session() as session:
         logits = session.prefill([1, 2, 3])
         with pytest.raises(ConfigError, match="without a draft module"):
@@ -259,12 +262,6 @@ def test_sessions_without_a_draft(engine, tmp_path, checkpoint_dir):
         assert session.forward([1]).main_hidden is None
         step = session.speculative_step(greedy(logits, 0), logits, Speculator())
         assert step.accepted == 0 and len(step.tokens) == 1
-
-
-def engine_of(directory):
-    from dsv4 import Engine
-
-    return Engine.load(directory, threads=1, chunk=16, max_sessions=1, max_context=64)
 
 
 def test_margin_is_the_gap_between_the_two_largest():
