@@ -1,0 +1,165 @@
+"""The experts on the CPU: they are linears and activations in a fixed order, whatever the rows, threads and instruction set."""
+
+import numpy as np
+import pytest
+from compare import rel_l2, same_bits
+from cpu_cases import ISAS, inputs, poison, weights
+
+from dsv4.errors import CheckpointError, InputError
+from dsv4.ops.cpu import CpuOps
+from dsv4.ops.reference import ReferenceOps
+
+# d, inner, experts, per row, slices, limit, format of the routed experts
+CASES = [
+    (256, 512, 6, 2, 4, 10.0, "fp4"),
+    (384, 160, 3, 3, 1, 0.0, "fp4"),  # the last block of 128 is short
+    (160, 1024, 9, 4, 8, 1.0, "fp4"),
+    (256, 256, 4, 1, 2, 10.0, "fp8"),
+]
+
+
+def layer(d, inner, experts, fmt):
+    """(w1, w2, w3) arguments of ops.matrix for every expert and the shared one."""
+
+    def one(fmt, seed):
+        return weights(fmt, inner, d, seed), weights(fmt, d, inner, seed + 1), weights(fmt, inner, d, seed + 2)
+
+    return [one(fmt, 10 * e) for e in range(experts)], one("fp8", 10 * experts)
+
+
+def bank_of(ops, layer):
+    experts, shared = layer
+    return ops.bank([tuple(ops.matrix(*w) for w in e) for e in experts], tuple(ops.matrix(*w) for w in shared))
+
+
+def routing(t, experts, k):
+    rng = np.random.default_rng([t, experts, k])
+    ids = np.sort(np.argsort(rng.random((t, experts)), axis=1)[:, :k], axis=1).astype(np.int32)
+    return ids, rng.random((t, k), np.float32)
+
+
+@pytest.fixture(params=ISAS)
+def cpu(request):
+    return CpuOps(threads=2, isa=request.param)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_experts_are_linears_in_ascending_order(cpu, case):
+    """Against the small ops, bit by bit: each slice sums its experts from the lowest id, then the tree."""
+    d, inner, experts, k, slices, limit, fmt = case
+    routed, shared = layer(d, inner, experts, fmt)
+    x, (ids, weight) = inputs(5, d), routing(5, experts, k)
+
+    def part(arrays, i):
+        fmt, *arrays = arrays
+        cut = [np.ascontiguousarray(np.split(a, slices, axis=1)[i]) if slices > 1 else a for a in arrays]
+        return cpu.matrix(fmt, *cut)
+
+    def expert(row, w, factor):
+        w1, w2, w3 = w
+        row = cpu.act_quant(row)
+        act = cpu.swiglu(cpu.linear(row, cpu.matrix(*w1)), cpu.linear(row, cpu.matrix(*w3)), factor, limit)
+        act = cpu.act_quant(act)
+        return [
+            cpu.linear(np.ascontiguousarray(np.split(act, slices, axis=1)[i]), part(w2, i)) for i in range(slices)
+        ]
+
+    y = cpu.moe(x, ids, weight, bank_of(cpu, (routed, shared)), limit, slices)
+    for t in range(5):
+        row = x[t : t + 1]
+        sums = [np.zeros((1, d), np.float32) for _ in range(slices)]
+        parts = [expert(row, routed[e], weight[t, j : j + 1]) for j, e in enumerate(ids[t])] + [expert(row, shared, None)]
+        for slice_parts in parts:
+            sums = [s + p for s, p in zip(sums, slice_parts)]
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2])]
+        same_bits(y[t : t + 1], sums[0], f"row {t}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_accuracy(case):
+    d, inner, experts, k, slices, limit, fmt = case
+    cpu, reference, arrays = CpuOps(2), ReferenceOps(), layer(d, inner, experts, fmt)
+    x, (ids, weight) = inputs(9, d), routing(9, experts, k)
+    found = cpu.moe(x, ids, weight, bank_of(cpu, arrays), limit, slices)
+    assert rel_l2(found, reference.moe(x, ids, weight, bank_of(reference, arrays), limit, slices)) <= 1e-6
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_rows_threads_and_instruction_sets_do_not_show(case):
+    d, inner, experts, k, slices, limit, fmt = case
+    arrays, (ids, weight) = layer(d, inner, experts, fmt), routing(70, experts, k)
+    x, expected = inputs(70, d), None
+    for isa in ISAS:
+        for threads in (1, 3):
+            ops = CpuOps(threads, isa)
+            bank = bank_of(ops, arrays)
+            if expected is None:
+                rows = [slice(t, t + 1) for t in range(70)]
+                expected = np.concatenate([ops.moe(x[r], ids[r], weight[r], bank, limit, slices) for r in rows])
+            for t in (1, 2, 13, 64, 70):
+                poison(t, d)
+                y = ops.moe(x[:t], ids[:t], weight[:t], bank, limit, slices)
+                same_bits(y, expected[:t], f"{isa}, {threads} threads, {t} rows")
+
+
+def test_every_row_to_one_expert(cpu):
+    d, inner, experts = 128, 128, 5
+    bank, x = bank_of(cpu, layer(d, inner, experts, "fp4")), inputs(150, d)
+    ids, weight = np.full((150, 1), 3, np.int32), np.ones((150, 1), np.float32)
+    y = cpu.moe(x, ids, weight, bank, 10.0, 1)
+    for t in (0, 63, 64, 149):
+        r = slice(t, t + 1)
+        same_bits(y[r], cpu.moe(x[r], ids[r], weight[r], bank, 10.0, 1))
+
+
+def test_no_rows(cpu):
+    bank = bank_of(cpu, layer(128, 128, 2, "fp4"))
+    y = cpu.moe(inputs(0, 128), np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32), bank, 10.0, 1)
+    assert y.shape == (0, 128)
+    assert cpu.swiglu(inputs(0, 40), inputs(0, 40), None, 0.0).shape == (0, 40)
+    assert cpu.linear(inputs(0, 128), cpu.matrix(*weights("fp4", 8, 128))).shape == (0, 8)
+
+
+@pytest.mark.parametrize("limit", (0.0, 2.0))
+@pytest.mark.parametrize("n", (1, 16, 37, 4000))
+def test_swiglu(cpu, n, limit):
+    g, u = 8 * inputs(6, n, 1), 3 * inputs(6, n, 2)
+    g[0], g[1] = -200, 200
+    weight = np.linspace(0.1, 2, 6, dtype=np.float32)
+    a, b = g.astype(np.float64), u.astype(np.float64)
+    if limit:
+        a, b = np.minimum(a, limit), np.clip(b, -limit, limit)
+    with np.errstate(over="ignore"):
+        expected = a / (1 + np.exp(-a)) * b
+    for w in (None, weight):
+        poison(6, n)
+        y = cpu.swiglu(g, u, w, limit)
+        assert rel_l2(y, expected if w is None else expected * w[:, None].astype(np.float64)) <= 3e-7
+        for t in range(6):
+            same_bits(cpu.swiglu(g[t : t + 1], u[t : t + 1], None if w is None else w[t : t + 1], limit), y[t : t + 1])
+        same_bits(CpuOps(1, "scalar").swiglu(g, u, w, limit), y)
+
+
+def test_swiglu_does_not_hide_a_nan(cpu):
+    for which in range(2):
+        g, u = inputs(1, 20), inputs(1, 20)
+        (g, u)[which][0, 17] = np.nan
+        assert np.isnan(cpu.swiglu(g, u, None, 1.0)[0, 17])
+
+
+def test_wrong_inputs_are_named(cpu):
+    routed, shared = layer(128, 128, 2, "fp4")
+    bank = bank_of(cpu, (routed, shared))
+    x, ids, weight = inputs(3, 128), np.zeros((3, 2), np.int32), np.ones((3, 2), np.float32)
+    for call, error, words in [
+        (lambda: cpu.moe(x, ids + 2, weight, bank, 1.0, 1), InputError, "0 to 1, found 2 to 2"),
+        (lambda: cpu.moe(x, ids - 1, weight, bank, 1.0, 1), InputError, "found -1"),
+        (lambda: cpu.moe(x, ids.astype(np.int64), weight, bank, 1.0, 1), InputError, "int32"),
+        (lambda: cpu.moe(x, ids[:2], weight, bank, 1.0, 1), InputError, "int32"),
+        (lambda: cpu.moe(x, ids, weight, bank, 1.0, 2), InputError, "slices"),
+        (lambda: bank_of(cpu, (layer(128, 256, 1, "fp4")[0], shared)), CheckpointError, "expert 0, w1"),
+        (lambda: bank_of(cpu, (layer(128, 128, 1, "bf16")[0], shared)), CheckpointError, "fp4 or fp8"),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
