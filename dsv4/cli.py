@@ -13,6 +13,7 @@ import click
 from . import __version__
 from .bench.cli import bench
 from .cli_gate import gate
+from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import Bars, engine_options, load_engine, prompt_options, read_prompt, say
 from .errors import Dsv4Error
 
@@ -38,6 +39,7 @@ def cli():
 
 
 cli.add_command(bench)
+cli.add_command(determinism)
 cli.add_command(gate)
 
 
@@ -81,8 +83,9 @@ cli.add_command(gate)
     help="With --json: the log-probability of every token, and of the N ≤ 20 most likely ones at its place.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON record at the end instead of the text.")
+@spec_options
 @engine_options
-def generate(model, prompt, prompt_file, tokens, as_json, settings, **sampling):
+def generate(model, prompt, prompt_file, tokens, as_json, settings, spec, record_rounds, gate, **sampling):
     """Continue a prompt.
 
     The text appears as it is made (token ids, if the model has no tokenizer). A text prompt gets the model's begin
@@ -97,8 +100,9 @@ def generate(model, prompt, prompt_file, tokens, as_json, settings, **sampling):
 
     \b
     The JSON record: text, tokens, finish_reason ("stop" or "length"), usage {prompt_tokens, completion_tokens},
-    timings {load_s, prefill_s, decode_s, prefill_tps, decode_tps}; with --logprobs also logprobs, a list of
-    {token, logprob, top: [{token, logprob}]}. tokens includes the end token or stop id that ended it, text does not.
+    timings {load_s, prefill_s, decode_s, prefill_tps, decode_tps}, speculation {mode, rounds, drafted, accepted,
+    accept_rate, skipped_rounds, margin_skipped_rounds}; with --logprobs also logprobs, a list of {token, logprob, top:
+    [{token, logprob}]}. tokens includes the end token or stop id that ended it, text does not.
     """
     from .generate import complete
     from .sampling import SamplingParams
@@ -108,15 +112,18 @@ def generate(model, prompt, prompt_file, tokens, as_json, settings, **sampling):
     params = SamplingParams(**sampling)
     request = read_prompt(prompt, prompt_file, tokens)
     with Bars() as bars:
-        engine, load_s = load_engine(model, settings, bars)
+        engine, load_s = load_engine(model, {**settings, "max_sessions": 1, "gate": gate}, bars)
+        recorder = Recorder("prompt") if record_rounds else None
         printer = None if as_json else partial(_print_step, bars, engine.tokenizer is not None)
         try:
-            result = complete(engine, request, params, bars, printer)
+            result = complete(engine, request, params, bars, printer, spec, recorder)
         except KeyboardInterrupt:
             if not as_json:
                 say("")
             raise
     say(json.dumps(_record(result, load_s), ensure_ascii=False) if as_json else "")
+    if recorder:
+        recorder.write(record_rounds, engine, f"{model}, --spec {spec}")
 
 
 def _print_step(bars: Bars, text: bool, step) -> None:
@@ -131,6 +138,7 @@ def _record(result, load_s: float) -> dict:
         "finish_reason": result.finish_reason,
         "usage": {"prompt_tokens": result.prompt_tokens, "completion_tokens": result.completion_tokens},
         "timings": {"load_s": load_s, **result.timings},
+        "speculation": result.speculation,
     }
     return record if result.logprobs is None else {**record, "logprobs": result.logprobs}
 

@@ -46,11 +46,19 @@ class Engine:
         self.max_context, self.chunk = plan.max_context, run.chunk
 
     @classmethod
-    def load(cls, path: str | Path = "nano", *, progress: Callable[[str, int, int], None] | None = None, **settings):
+    def load(
+        cls,
+        path: str | Path = "nano",
+        *,
+        progress: Callable[[str, int, int], None] | None = None,
+        gate: dict | None = None,
+        **settings,
+    ) -> Engine:
         """Load a checkpoint directory, or the embedded "nano".
 
         settings: fields of RunConfig (backend, threads, max_context, max_sessions, chunk, debug); what is not given
-        comes from the environment, then from the defaults. progress(stage, done, total) while loading.
+        comes from the environment, then from the defaults. gate: fields of GateSettings, likewise.
+        progress(stage, done, total) while loading.
         Raises ConfigError, CheckpointError, CapacityError, BackendError.
         """
         import psutil
@@ -61,7 +69,7 @@ class Engine:
 
         directory = model_directory(path)
         run = RunConfig.from_env(**settings)
-        gate = GateSettings.from_env()
+        gate = GateSettings.from_env(**gate or {})
         config = ModelConfig.load(directory)
         checkpoint = Checkpoint(directory)
         stages = len(check(checkpoint, config).stages)

@@ -138,7 +138,9 @@ def stream(
     return _steps(engine, tokens, params, progress, speculator(engine, params, spec))
 
 
-def _settled(session, prompt: list[int], limit: int, rounds: Speculator, progress) -> Iterator[tuple[int, np.ndarray]]:
+def settled(
+    session, prompt: list[int], limit: int, rounds: Speculator, progress: Callable | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
     """`limit` tokens, each with the logits [vocab] it was chosen from. One round settles several at once."""
     logits = session.prefill(prompt, partial(progress, "prefill") if progress else None)
     token = rounds.choose(logits, session.position)
@@ -157,7 +159,7 @@ def _steps(engine, prompt: list[int], params: SamplingParams, progress, rounds: 
     detokenizer = engine.tokenizer.stream() if engine.tokenizer else None
     matcher = StopMatcher(params.stop)
     with engine.session() as session:
-        for count, (token, logits) in enumerate(_settled(session, prompt, limit, rounds, progress), 1):
+        for count, (token, logits) in enumerate(settled(session, prompt, limit, rounds, progress), 1):
             ended = token in ends
             text = matcher.push(detokenizer.push(token)) if detokenizer and not ended else ""
             reason = "stop" if ended or matcher.found else "length" if count == limit else None
