@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 
@@ -49,6 +50,34 @@ def bench(ctx, model, contexts, repeats, steps, as_json, settings):
         say(json.dumps(records, indent=1))
     else:
         _tables(records)
+
+
+@bench.command("speculate")
+@model_option
+@click.option("--tokens", type=click.IntRange(min=8), default=200, show_default=True, help="Tokens per text.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs per text and mode.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Also draw a picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of tables.")
+@engine_options
+def speculate(model, tokens, repeats, picture, as_json, settings):
+    """What drafting and verifying cost here, and what speculation is worth on four kinds of text.
+
+    Plain, always the whole block, and gated, in turn on the same engine; then how honest the confidence was.
+
+    
+    Example:
+      python -m dsv4 bench speculate --model nano
+    """
+    from .speculate import measure, plot, render
+
+    with Bars() as bars:
+        records = measure(model, settings, tokens, repeats, bars)
+    if picture:
+        plot(records, picture)
+    if as_json:
+        say(json.dumps(records, indent=1))
+    else:
+        render(records)
 
 
 def _tables(records: list[dict]) -> None:
