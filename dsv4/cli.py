@@ -16,6 +16,7 @@ from .cli_gate import gate
 from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import Bars, engine_options, load_engine, prompt_options, read_prompt, say
 from .errors import Dsv4Error
+from .parity import MARGIN
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -208,7 +209,7 @@ def logits(model, prompt, prompt_file, tokens, topk, out, as_json, settings):
 @click.option(
     "--margin",
     type=click.FloatRange(min=0),
-    default=0.3,
+    default=MARGIN,
     show_default=True,
     help="How close A's two best logits must be for another choice of B to count as a tie.",
 )

@@ -53,7 +53,7 @@ make_venv() {
 
 # One line that changes with anything the installed package is built from.
 stamp() {
-  (cd "$root" && "$python" -V && pwd && find pyproject.toml setup.cfg setup.py MANIFEST.in pyx cuda -type f 2>/dev/null |
+  (cd "$root" && "$python" -V && pwd && find pyproject.toml setup.* MANIFEST.in pyx cuda -type f |
     LC_ALL=C sort | xargs sha256sum) | sha256sum | cut -d' ' -f1
 }
 

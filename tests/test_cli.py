@@ -280,7 +280,7 @@ def test_text_streams_and_ctrl_c_keeps_it():
     process.send_signal(signal.SIGINT)
     rest, err = process.communicate(timeout=30)
     assert process.returncode == 130 and b"Traceback" not in err and err.strip() == b""
-    assert (begun + rest).decode().startswith(", ") and rest.endswith(b"\n")
+    assert (begun + rest).decode().startswith(",") and rest.endswith(b"\n")
 
 
 def test_a_reader_that_goes_away_is_no_error():
