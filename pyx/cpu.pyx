@@ -4,7 +4,9 @@ except where a wrong one would touch memory: those are checked here."""
 
 from __future__ import annotations
 
-from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t
 
 import numpy as np
@@ -120,14 +122,20 @@ def instruction_sets() -> list:
 
 
 cdef class Buffer:
-    """A C-contiguous array held by pointer; its memory stays alive and in place as long as this object does."""
+    """A C-contiguous array held by pointer; its memory stays alive and in place as long as this object does.
+
+    strided: only the last dimension must be contiguous, as in a slice of a matrix's columns.
+    """
 
     cdef Py_buffer view
     cdef bint held
 
-    def __cinit__(self, array, bint writable=False):
-        PyObject_GetBuffer(array, &self.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0))
+    def __cinit__(self, array, bint writable=False, bint strided=False):
+        cdef int layout = PyBUF_STRIDES if strided else PyBUF_C_CONTIGUOUS
+        PyObject_GetBuffer(array, &self.view, layout | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0))
         self.held = True
+        if strided and self.view.strides[self.view.ndim - 1] != self.view.itemsize:
+            raise ValueError(f"expected rows of adjacent items, found strides {array.strides}")
 
     def __dealloc__(self):
         if self.held:

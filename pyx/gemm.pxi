@@ -7,7 +7,10 @@ cdef dict ITEM_SIZES = {"fp8": 1, "fp4": 1, "bf16": 2, "f32": 4}
 
 
 cdef class Matrix:
-    """A linear's weights where they lie: the arrays are kept, not copied. Attributes fmt and shape = (N, K)."""
+    """A linear's weights where they lie: the arrays are kept, not copied; they may be columns of larger ones.
+
+    Attributes fmt and shape = (N, K).
+    """
 
     cdef matrix m
     cdef Buffer weight, scale
@@ -35,15 +38,15 @@ cdef class Matrix:
         if found != expected or (scale is not None and scale.itemsize != 1):
             raise CheckpointError(f"{fmt} weight [{n}, {k}]: expected a scale of one-byte items {expected}, found {found}")
         self.fmt, self.shape = fmt, (n, k)
-        self.weight = Buffer(weight)
+        self.weight = Buffer(weight, strided=True)
         self.m.format = FORMATS[fmt]
         self.m.n, self.m.k = n, k
         self.m.weight = <const uint8_t *>self.weight.view.buf
-        self.m.weight_stride = weight.shape[1] * weight.itemsize
+        self.m.weight_stride = self.weight.view.strides[0]
         if scale is not None:
-            self.scale = Buffer(scale)
+            self.scale = Buffer(scale, strided=True)
             self.m.scale = <const uint8_t *>self.scale.view.buf
-            self.m.scale_stride = scale.shape[1]
+            self.m.scale_stride = self.scale.view.strides[0]
 
 
 cdef class Bank:
