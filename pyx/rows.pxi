@@ -146,7 +146,8 @@ def hc_pre(Team team, h, hc, norm, float norm_eps, bint head):
     look(&hs, h, c"f", 3)
     a.rows, a.streams, a.dim = hs.shape[0], hs.shape[1], hs.shape[2]
     cdef int outputs = a.streams if head else (2 + a.streams) * a.streams
-    if fn.m.format != FORMAT_F32 or fn.m.n != outputs or fn.m.k != a.streams * a.dim or not 1 <= a.streams <= MAX_STREAMS:
+    cdef bint fits = fn.m.format == FORMAT_F32 and fn.m.n == outputs and fn.m.k == a.streams * a.dim
+    if not fits or not 1 <= a.streams <= MAX_STREAMS:
         raise InputError(
             f"hyper-connection: expected fn f32 [{outputs}, {a.streams * a.dim}] and 1 to {MAX_STREAMS} streams, "
             f"found {fn.fmt} {fn.shape}"
@@ -303,7 +304,9 @@ def compress_store(Team team, kv, gate, ape, positions, ring, where):
     look(&ring_kv, ring[0], c"f", 2, True)
     a.rows, a.width, a.ratio = ks.shape[0], ks.shape[1], apes.shape[0]
     if apes.shape[1] != a.width or ring_kv.shape[1] != a.width:
-        raise InputError(f"compressor: expected rows of {a.width}, found {apes.shape[1]} in ape, {ring_kv.shape[1]} in the ring")
+        raise InputError(
+            f"compressor: expected rows of {a.width}, found {apes.shape[1]} in ape, {ring_kv.shape[1]} in the ring"
+        )
     a.kv, a.ape, a.ring_kv = <float *>ks.data, <float *>apes.data, <float *>ring_kv.data
     a.gate = <float *>take(gate, c"f", ks.shape[0] * ks.shape[1])
     a.ring_gate = <float *>take(ring[1], c"f", ring_kv.shape[0] * ring_kv.shape[1], True)
@@ -330,7 +333,9 @@ def compress_pool(Team team, ring, slots, entries, int ratio, int capacity):
 # ---------------------------------------------------------------------- indexer
 cdef int index_quant(Team team, index_quant_args *a) except -1:
     if a.dim < 32 or a.dim & (a.dim - 1) or 2 * a.rope.pairs > a.dim:
-        raise InputError(f"indexer: expected a power of two from 32 as head size, {2 * a.rope.pairs} rotated; found {a.dim}")
+        raise InputError(
+            f"indexer: expected a head size of 2^i, from 32 and the {2 * a.rope.pairs} rotated dims; found {a.dim}"
+        )
     cdef int threads = team.share(40.0 * a.rows * a.heads * a.dim)
     scratch = empty(2 * threads * a.dim + 16, float32)
     a.scratch = aligned(scratch)
@@ -443,7 +448,8 @@ def gate(Team team, x, Matrix w, bias, fixed, tokens, int k, float scale):
         a.fixed, a.tokens = <int64_t *>fs.data, <int32_t *>take(tokens, c"i", a.rows)
     ids, weights = empty((a.rows, k), int32), empty((a.rows, k), float32)
     scratch = empty(ls.shape[0] * (a.experts + k), float32)
-    a.ids, a.weights = <int32_t *>take(ids, c"i", ls.shape[0] * k, True), <float *>take(weights, c"f", ls.shape[0] * k, True)
+    a.ids = <int32_t *>take(ids, c"i", ls.shape[0] * k, True)
+    a.weights = <float *>take(weights, c"f", ls.shape[0] * k, True)
     a.scratch = <float *>take(scratch, c"f", ls.shape[0] * (a.experts + k), True)
     team.run(team.kernels.gate, &a, team.share(150.0 * a.rows * a.experts))
     return ids, weights

@@ -10,8 +10,10 @@ static void FN(compress_store)(void *args, int tid, int n)
         const float *gate = a->gate + t * a->width, *ape = a->ape + (int64_t)(a->positions[t] % a->ratio) * a->width;
         float *ring = a->ring_gate + (int64_t)a->where[t] * a->width;
         memcpy(a->ring_kv + (int64_t)a->where[t] * a->width, a->kv + t * a->width, 4 * (size_t)a->width);
-        for (int i = 0; i < a->width; i += 16)
-            store_some(ring + i, v16_add(load_some(gate + i, a->width - i), load_some(ape + i, a->width - i)), a->width - i);
+        for (int i = 0; i < a->width; i += 16) {
+            int left = a->width - i;
+            store_some(ring + i, v16_add(load_some(gate + i, left), load_some(ape + i, left)), left);
+        }
     }
 }
 
@@ -30,7 +32,8 @@ static void FN(compress_pool)(void *args, int tid, int n)
     team_share(a->rows * groups, tid, n, &from, &to);
     for (int64_t unit = from; unit < to; unit++) {
         int64_t row = unit / groups;
-        int32_t last = (a->entries[row] + 1) * a->ratio, first = last - (a->ratio == 4 && a->entries[row] ? 2 * a->ratio : a->ratio);
+        int32_t blocks = a->ratio == 4 && a->entries[row] ? 2 : 1;
+        int32_t last = (a->entries[row] + 1) * a->ratio, first = last - blocks * a->ratio;
         int start = (int)(unit % groups) * 16, left = a->dim - start;
         v16 top = v16_set1(-INFINITY), sum = v16_zero(), pooled = v16_zero();
         for (int32_t p = first; p < last; p++)

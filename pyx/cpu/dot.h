@@ -58,7 +58,8 @@ INLINE void dot_block(const float *a, int64_t lda, const float *b, int64_t ldb, 
 }
 
 /* out[i, j] = a_i · b_j for na rows of a and nb rows of b, n elements each; lda, ldb, ldo: floats from row to row. */
-static void dots(const float *a, int64_t lda, int na, const float *b, int64_t ldb, int nb, int n, float *out, int64_t ldo)
+static void dots(const float *a, int64_t lda, int na, const float *b, int64_t ldb, int nb, int n, float *out,
+                 int64_t ldo)
 {
     for (int i = 0; i < na;) {
         int rows = na - i >= DOT_A ? DOT_A : 1;

@@ -4,7 +4,10 @@
 enum { HC_ROWS = 4, HC_OUTPUTS = 4, HC_LANES = 16 };
 
 /* Rows of fn: a head has only the m of pre. */
-static inline int hc_outputs(const struct hc_pre_args *a) { return a->comb ? (2 + a->streams) * a->streams : a->streams; }
+static inline int hc_outputs(const struct hc_pre_args *a)
+{
+    return a->comb ? (2 + a->streams) * a->streams : a->streams;
+}
 
 /* fn · f of every row and 1 / rms(f), into scratch [rows, outputs] and after it [rows]. */
 static void hc_mixes(const struct hc_pre_args *a, int tid, int n)

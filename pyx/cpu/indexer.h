@@ -109,22 +109,23 @@ static inline uint32_t ordered(float x)
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-/* The k best of n > k scores, ascending; equal ones: lower j. Finds the k-th best byte by byte; score is overwritten. */
+/* The k best of n > k scores, ascending; equal ones: lower j. Finds the k-th best byte by byte, in place of score. */
 static void choose(float *score, int64_t n, int k, int32_t *out)
 {
-    uint32_t *key = (uint32_t *)(void *)score, prefix = 0, mask = 0, need = (uint32_t)k, last = 0;
+    uint32_t *key = (uint32_t *)(void *)score, prefix = 0, mask = 0;
+    int32_t need = k, last = 0;
     for (int64_t j = 0; j < n; j++) {
         uint32_t bits = ordered(score[j]);
         memcpy(score + j, &bits, 4);
     }
     /* `need` of the keys that begin with `prefix` are wanted; done when that is all of them */
     for (int shift = 24; shift >= 0 && need != last; shift -= 8) {
-        uint32_t count[256] = {0}, digit = 255;
+        int32_t count[256] = {0}, digit = 255;
         for (int64_t j = 0; j < n; j++)
             if ((key[j] & mask) == prefix) count[key[j] >> shift & 255]++;
         for (; need > count[digit]; digit--) need -= count[digit];
         last = count[digit];
-        prefix |= digit << shift;
+        prefix |= (uint32_t)digit << shift;
         mask |= 255u << shift;
     }
     for (int64_t j = 0, at = 0; at < k; j++) {

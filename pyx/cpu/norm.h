@@ -2,7 +2,10 @@
 #pragma once
 
 /* 1 / sqrt(mean(x²) + eps) */
-static inline float inverse_rms(const float *x, int n, float eps) { return 1.0f / sqrtf(sum_squares(x, n) / (float)n + eps); }
+static inline float inverse_rms(const float *x, int n, float eps)
+{
+    return 1.0f / sqrtf(sum_squares(x, n) / (float)n + eps);
+}
 
 /* y = x · r · w; w NULL: x · r. y may be x. */
 static inline void scale_row(const float *x, float r, const float *w, float *y, int n)

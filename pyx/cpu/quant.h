@@ -49,8 +49,14 @@ static inline float largest_of(const float *x, int n)
     return v16_hmax(v16_min(lanes, inf)); /* NaN becomes infinity */
 }
 
-static inline int e4m3_scale(const float *x, int n) { return scale_byte(largest_of(x, n), 1e-4f, (float)(1.0 / 448.0)); }
-static inline int e2m1_scale(const float *x, int n) { return scale_byte(largest_of(x, n), 0x1.8p-124f, (float)(1.0 / 6.0)); }
+static inline int e4m3_scale(const float *x, int n)
+{
+    return scale_byte(largest_of(x, n), 1e-4f, (float)(1.0 / 448.0));
+}
+static inline int e2m1_scale(const float *x, int n)
+{
+    return scale_byte(largest_of(x, n), 0x1.8p-124f, (float)(1.0 / 6.0));
+}
 
 /* x [n] as one block: rounded and decoded again. */
 static inline void quant_block_e4m3(const float *x, float *y, int n)

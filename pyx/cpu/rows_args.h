@@ -101,7 +101,11 @@ struct index_select_args {
 };
 static inline int64_t select_scratch(int heads, int dim) { return (int64_t)(TILE + heads) * dim + 4 * TILE; }
 
-struct entry_places_args { const int32_t *entries, *slots, *pages; int32_t *out; int rows, count, slot_pages, page_entries; };
+struct entry_places_args {
+    const int32_t *entries, *slots, *pages;
+    int32_t *out;
+    int rows, count, slot_pages, page_entries;
+};
 
 struct gate_args {
     const float *logits, *bias;
