@@ -98,8 +98,8 @@ def _check(engine, tokens: list[int], params: SamplingParams) -> None:
     """InputError where the request cannot be served by this engine."""
     if len(tokens) >= engine.max_context:
         raise InputError(
-            f"prompt: expected at most {engine.max_context - 1} tokens (a context of {engine.max_context}, one of them to "
-            f"be generated); found {len(tokens)}; shorten it or load with a larger max_context"
+            f"prompt: expected at most {engine.max_context - 1} tokens (a context of {engine.max_context}, one of them "
+            f"to be generated); found {len(tokens)}; shorten it or load with a larger max_context"
         )
     vocab = engine.config.vocab_size
     if params.stop and engine.tokenizer is None:

@@ -68,7 +68,7 @@ def test_text_comes_out_twice_the_same(run, generate):
 
 def test_the_record(generate):
     record = generate()
-    assert list(record) == ["text", "tokens", "finish_reason", "usage", "timings"]
+    assert list(record) == ["text", "tokens", "finish_reason", "usage", "timings", "speculation"]
     assert record["usage"] == {"prompt_tokens": 11, "completion_tokens": 12} and len(record["tokens"]) == 12
     assert list(record["timings"]) == ["load_s", "prefill_s", "decode_s", "prefill_tps", "decode_tps"]
     assert all(value > 0 for value in record["timings"].values())
