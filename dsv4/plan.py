@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Callable
@@ -78,9 +79,7 @@ def check_plan(plan: MemoryPlan, at: Callable[[int], MemoryPlan]) -> None:
     """
     if plan.state <= plan.available:
         return
-    fixed, span = at(0).state, 1 << 20
-    per_position = (at(span).state - fixed) / span
-    fits = int((plan.available - fixed) / per_position) if per_position and plan.available > fixed else 0
+    fits = bisect_right(range(1, plan.max_context), plan.available, key=lambda context: at(context).state)
     hint = f"a context of {fits} would fit" if fits else "no context fits with so many sessions of such chunks"
     raise CapacityError(
         f"memory: expected at most {plan.available / 1e9:.2f} GB for the state of {plan.max_sessions} session(s) of "
