@@ -9,7 +9,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint
 from .config import INDEXED_RATIO, ModelConfig, RunConfig
-from .plan import key_bytes, make_plan
+from .plan import make_plan
 from .weights import ROUTED, Layout, check, check_values
 
 RANKS = (1, 2, 4, 8)
@@ -126,9 +126,8 @@ def _rank(checkpoint: Checkpoint, config: ModelConfig, layout: Layout, ranks: in
 def _state(config: ModelConfig, stages: int) -> dict[str, Any]:
     """Bytes of one session: fixed, per token of context, and in all at the longest context."""
     chunk, limit = RunConfig.chunk, config.max_position_embeddings
-    plan = make_plan(config, weights=0, max_context=limit, max_sessions=1, headroom=chunk, available=0)
-    draft = stages * (config.sliding_window + chunk) * key_bytes(config)
-    fixed = {"window keys": plan.windows, "compressor rows": plan.compressor_rows, "draft window keys": draft}
+    plan = make_plan(config, weights=0, max_context=limit, max_sessions=1, headroom=chunk, available=0, stages=stages)
+    fixed = {"window keys": plan.windows, "compressor rows": plan.compressor_rows, "draft windows": plan.draft}
     growing = {"compressed keys": plan.entries, "index keys": plan.index_keys}
     return {
         "chunk": chunk,
