@@ -129,3 +129,15 @@ def test_numbers_that_are_not_finite(checkpoint_dir):
         bad.model = dataclasses.replace(bad.model, weights=weights)
         with pytest.raises((Dsv4Error, InputError), match=message):
             list(bad.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=3)))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_prompts_longer_than_a_chunk(backend, engine):
+    """Forwards that want no row at all, on every backend."""
+    results = []
+    for chunk in (64, 8):
+        with engine("nano", backend=backend, threads=1, chunk=chunk, max_sessions=1, max_context=64).session() as session:
+            seen = []
+            results.append(session.prefill(list(range(20, 50)), lambda done, total: seen.append((done, total))))
+            assert seen[-1] == (30, 30) and len(seen) == -(-30 // chunk)
+    assert np.array_equal(*results)

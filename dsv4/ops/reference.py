@@ -146,7 +146,7 @@ class ReferenceOps(Ops):
     # ------------------------------------------------------------------ hyper-connections
     def _mixes(self, h: np.ndarray, hc) -> np.ndarray:
         """(fn · f) · rsqrt(mean(f²) + norm_eps) of the flattened streams: float64 [T, rows of fn]."""
-        f = h.reshape(len(h), -1).astype(np.float64)
+        f = h.reshape(len(h), h.shape[1] * h.shape[2]).astype(np.float64)
         return product(f, hc.fn.decoded)[:, 0] * rsqrt_mean(f, hc.norm_eps)
 
     def hc_pre(self, h: np.ndarray, hc) -> tuple[np.ndarray, Mix]:
