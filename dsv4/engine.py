@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Callable, Iterator, Sequence
 from .comm import Single
 from .config import ModelConfig, RunConfig
 from .dspark import Draft
-from .gate import GateSettings
+from .gate import Costs, GateSettings, MeasuredCosts
 from .model import Model, Output
 from .ops import open_ops
 from .plan import MemoryPlan, check_plan, make_plan
@@ -38,6 +38,7 @@ class Engine:
         self, model: Model, pool: Pool, run: RunConfig, *, plan: MemoryPlan, gate: GateSettings, identity: str, tokenizer
     ):
         self.model, self.pool, self.run, self.gate = model, pool, run, gate
+        self.costs = MeasuredCosts(Costs.of(gate))  # of rounds on this machine, whichever sequence's
         has_draft = model.weights.draft is not None
         self.draft = Draft(model.config, model.weights, model.ops, model.comm, model.debug) if has_draft else None
         self.config: ModelConfig = model.config

@@ -115,7 +115,7 @@ def speculator(engine, params: SamplingParams, spec: str = "gate", on_round: Cal
     rule = {"gate": "calibrated" if engine.gate.on else "always"}.get(spec, spec)
     gate = None
     if spec != "off" and engine.draft is not None:
-        gate = make_rule(rule, engine.config.dspark.block_size, engine.gate)
+        gate = make_rule(rule, engine.config.dspark.block_size, engine.gate, costs=engine.costs)
     return Speculator(gate, lambda logits, position: sample(logits, params, position), on_round=on_round)
 
 

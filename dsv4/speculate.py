@@ -128,10 +128,13 @@ class Speculator:
 
     def _learn(self, found: Round) -> None:
         self.counters.count(found)
-        if self.gate is not None and found.draft is not None:
-            self.gate.record(found.draft.confidence.tolist(), found.length, found.accepted)
-        elif self.gate is not None:
-            self.gate.record_skip()
+        if self.gate is not None:
+            drafted = found.draft is not None
+            self.gate.observe(1e3 * found.draft_s if drafted else None, found.length, 1e3 * found.verify_s)
+            if drafted:
+                self.gate.record(found.draft.confidence.tolist(), found.length, found.accepted)
+            else:
+                self.gate.record_skip()
         if self.on_round:
             self.on_round(found)
 

@@ -5,7 +5,8 @@ It decides speed only. Whatever it chooses, the tokens are those of plain decodi
 
 from __future__ import annotations
 
-from .rules import RULES, Bucket, Calibrated, Costs, Fixed, Rule, make_rule
+from .costs import Costs, MeasuredCosts
+from .rules import RULES, Bucket, Calibrated, Fixed, Rule, make_rule
 from .settings import GateSettings
 
-__all__ = ["RULES", "Bucket", "Calibrated", "Costs", "Fixed", "GateSettings", "Rule", "make_rule"]
+__all__ = ["RULES", "Bucket", "Calibrated", "Costs", "Fixed", "GateSettings", "MeasuredCosts", "Rule", "make_rule"]

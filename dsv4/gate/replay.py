@@ -8,8 +8,9 @@ from typing import Callable, Iterable, Iterator, Mapping
 
 from ..errors import InputError
 from .calibration import Prior, prior_for
+from .costs import Costs
 from .records import RecordedRound, Recording
-from .rules import OWN, Calibrated, Costs, Rule, make_rule
+from .rules import OWN, Calibrated, Rule, make_rule
 from .settings import GateSettings
 
 ACCOUNTINGS = ("honest", "published")
@@ -47,9 +48,11 @@ def play(rule: Rule, rounds: Iterable[RecordedRound], costs: Costs, accounting: 
         if one.conf and rule.before_draft(one.margin):
             n = min(rule.choose(one.conf), one.k)
             accepted = min(n, one.accept)
+            rule.observe(costs.draft_ms, n, costs.verify(n))
             rule.record(one.conf, n, accepted)
             found.ms += costs.cost(n) if n else wasted
         else:
+            rule.observe(None, 0, costs.plain_ms)
             rule.record_skip()
             found.undrafted.append(i)
             found.ms += costs.plain_ms

@@ -7,37 +7,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 from typing import Sequence
 
 from ..errors import ConfigError
 from .calibration import PRIOR, Calibration, MarginModel, Prior, known_outcomes
+from .costs import Costs, MeasuredCosts
 from .settings import GateSettings
 
 RULES = "calibrated, bucket, always, fixed:N"
 OWN = {"patience": 1.0, "first_wait": 5.0, "probe_share": 0.03}  # settings of `calibrated` that no other rule has
 
-
-@dataclass(frozen=True)
-class Costs:
-    """Milliseconds of a round's parts; only ratios matter. A verify takes verify_base_ms + n · verify_slope_ms."""
-
-    draft_ms: float = 196.0
-    verify_base_ms: float = 300.0
-    verify_slope_ms: float = 109.0
-    plain_ms: float = 303.0
-
-    @classmethod
-    def of(cls, settings: GateSettings) -> Costs:
-        return cls(settings.draft_ms, settings.verify_base_ms, settings.verify_slope_ms, settings.plain_ms)
-
-    def cost(self, n: int) -> float:
-        """A round that verifies n drafted tokens; n = 0: plain decoding, without a draft."""
-        return self.draft_ms + self.verify_base_ms + self.verify_slope_ms * n if n else self.plain_ms
-
-    def wasted(self) -> float:
-        """A round that drafted and then decoded plainly."""
-        return self.draft_ms + self.plain_ms
+REMEASURE, REMEASURE_LOSING = 64, 16  # rounds until plain decoding's time is to be measured again
 
 
 class Rule:
@@ -54,12 +34,8 @@ class Rule:
         """Draft this round? margin: top1 - top2 logit of the token just committed, where known."""
         return margin is None or margin >= self.settings.margin_threshold
 
-    def choose(self, confidences: Sequence[float], causal: bool = False) -> int:
-        """How many of the drafted tokens to verify, 0 .. len(confidences).
-
-        causal: whether token i is verified depends on the confidences up to it only, as sampling needs it (a later
-        confidence depends on the drafted token itself).
-        """
+    def choose(self, confidences: Sequence[float]) -> int:
+        """How many of the drafted tokens to verify, 0 .. len(confidences)."""
         raise NotImplementedError
 
     def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
@@ -68,27 +44,18 @@ class Rule:
     def record_skip(self) -> None:
         """A round that drafted nothing."""
 
-    def _pick(self, chances: Sequence[float], unspeculated: float, causal: bool) -> int:
-        """The best n for these chances of acceptance; unspeculated: milliseconds of a round with n = 0.
+    def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
+        """What the round took: draft_ms (None: no draft), and verify_ms for n drafted tokens (0: a plain step)."""
 
-        Causal: n grows one token at a time, as if all later tokens were as likely as the one being decided.
-        """
-        count = len(chances)
-        if not causal:
-            best = self._best(chances, unspeculated)
-        else:
-            best = 0
-            while best < count:
-                expected = [*chances[: best + 1], *[chances[best]] * (count - best - 1)]
-                if self._best(expected, unspeculated) <= best:
-                    break
-                best += 1
-        return max(best, min(self.settings.min_draft, count))
+    def _pick(self, chances: Sequence[float], unspeculated: float) -> int:
+        """The best n for these chances of acceptance, no less than the floor."""
+        return max(self._best(chances, unspeculated), min(self.settings.min_draft, len(chances)))
 
     def _best(self, chances: Sequence[float], unspeculated: float) -> int:
         """The n of the highest rate, (1 + Σ_{i≤n} Π_{j≤i} chance_j) / cost(n): the tokens to expect per millisecond.
 
-        The whole block unless another n is `margin` times as good; the shortest of equals.
+        unspeculated: milliseconds of a round with n = 0. The whole block unless another n is `margin` times as good; the
+        shortest of equals.
         """
         costs = self.costs
         tokens = reached = 1.0
@@ -114,7 +81,7 @@ class Fixed(Rule):
     def before_draft(self, margin: float | None = None) -> bool:
         return self.n > 0
 
-    def choose(self, confidences: Sequence[float], causal: bool = False) -> int:
+    def choose(self, confidences: Sequence[float]) -> int:
         return min(self.n, len(confidences))
 
 
@@ -137,8 +104,8 @@ class Bucket(Rule):
         i = bisect_right(self.EDGES, confidence)
         return (self.matched[i] + self.PRIOR_COUNT * self.PRIOR_MATCH) / (self.seen[i] + self.PRIOR_COUNT)
 
-    def choose(self, confidences: Sequence[float], causal: bool = False) -> int:
-        return self._pick([self.chance(c) for c in confidences], self.costs.plain_ms, causal)
+    def choose(self, confidences: Sequence[float]) -> int:
+        return self._pick([self.chance(c) for c in confidences], self.costs.plain_ms)
 
     def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
         if n == 0:
@@ -159,12 +126,13 @@ class Calibrated(Rule):
     a round moves it by its tokens minus its time / plain_ms. Once overdrawn, nothing is drafted for `first_wait`
     rounds, then one draft is tried, a probe. A probe that gains pays off all debts; after one that does not, the wait
     doubles, up to where the probes' drafts take `probe_share` of plain decoding's time. Where the margin of the
-    committed token has proved to tell rounds that gain from others, it decides instead, and probes go on. A floor
-    (min_draft) means that every round speculates.
+    committed token has proved to tell rounds that gain from others, it decides instead, and probes go on. A round that
+    lost is followed by a plain one where what that takes is not known of late. A floor (min_draft) means that every
+    round speculates.
     """
 
     def __init__(
-        self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR,
+        self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR, costs: Costs | None = None,
         patience: float = OWN["patience"], first_wait: float = OWN["first_wait"],
         probe_share: float = OWN["probe_share"],
     ):  # fmt: skip
@@ -172,13 +140,23 @@ class Calibrated(Rule):
         for name, value in (("patience", patience), ("first_wait", first_wait), ("probe_share", probe_share)):
             if not 0 < value < math.inf:
                 raise ConfigError(f"gate: {name}: expected a number > 0; found {value!r}")
+        self.costs = costs if costs is not None else MeasuredCosts(self.costs)
         self.calibration = Calibration(prior, self.settings.decay)
         self.margins = MarginModel(self.settings.decay)
-        self.patience = self.balance = patience
-        self.longest_wait = self.costs.draft_ms / (probe_share * self.costs.plain_ms)
-        self.wait = self.first_wait = min(first_wait, self.longest_wait)  # rounds without a draft before a probe
+        self.patience, self.first_wait, self.probe_share = patience, first_wait, probe_share
+        self._wait = first_wait  # rounds without a draft before a probe
         self._skipped = 0  # rounds since the last draft
         self._margin: float | None = None
+        self._start, self._tokens, self._ms = patience, 0, 0.0  # the balance: as it was, and what came since
+
+    @property
+    def balance(self) -> float:
+        """Tokens; what is learned about plain decoding's time corrects it at once."""
+        return min(self._start + self._tokens - self._ms / self.costs.plain_ms, self.patience)
+
+    @property
+    def wait(self) -> float:
+        return min(self._wait, self.costs.draft_ms / (self.probe_share * self.costs.plain_ms))
 
     def before_draft(self, margin: float | None = None) -> bool:
         self._margin = margin
@@ -186,41 +164,55 @@ class Calibrated(Rule):
             return False
         if self.settings.min_draft or self._skipped >= self.wait:
             return True
-        losing = self.balance < 0.0
-        verdict = None if margin is None else self.margins.verdict(margin, losing)
-        return not losing if verdict is None else verdict
+        balance = self.balance
+        lost = balance < self.patience / 2.0
+        if self.costs.plain_age >= (REMEASURE_LOSING if lost else REMEASURE):
+            return False
+        verdict = None if margin is None else self.margins.verdict(margin, balance < 0.0)
+        return balance >= 0.0 if verdict is None else verdict
 
-    def choose(self, confidences: Sequence[float], causal: bool = False) -> int:
+    def choose(self, confidences: Sequence[float]) -> int:
         # The draft is paid for, so n = 0 costs it too. A probe is careful: it verifies only what beats plain decoding.
         unspeculated = self.costs.plain_ms if self.balance < 0.0 else self.costs.wasted()
         chance = self.calibration.chance
-        return self._pick([chance(c) for c in confidences], unspeculated, causal)
+        return self._pick([chance(c) for c in confidences], unspeculated)
+
+    def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
+        self.costs.observe(draft_ms, n, verify_ms)
 
     def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
         self.calibration.forget()
         for confidence, match in known_outcomes(confidences, n, accepted):
             self.calibration.learn(confidence, match)
         ms = self.costs.cost(n) if n else self.costs.wasted()
-        gain = 1 + accepted - ms / self.costs.plain_ms
         probed = self.balance < 0.0
-        self.balance = min(max(self.balance, 0.0) + gain, self.patience)
-        if self.balance >= 0.0:
-            self.wait = self.first_wait
+        if probed:
+            self._start, self._tokens, self._ms = 0.0, 0, 0.0
+        self._tokens += 1 + accepted
+        self._ms += ms
+        balance = self.balance
+        if balance >= self.patience:
+            self._start, self._tokens, self._ms = self.patience, 0, 0.0
+        if balance >= 0.0:
+            self._wait = self.first_wait
         elif probed:
-            self.wait = min(2.0 * self.wait, self.longest_wait)
-        self._skipped = 0
+            self._wait = 2.0 * self.wait
         if self._margin is not None:
-            self.margins.learn(self._margin, gain)
+            self.margins.learn(self._margin, 1 + accepted - ms / self.costs.plain_ms)
+        self._skipped = 0
 
     def record_skip(self) -> None:
         self.calibration.forget()
         self._skipped += 1
 
 
-def make_rule(name: str, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR) -> Rule:
+def make_rule(
+    name: str, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR, costs: Costs | None = None
+) -> Rule:
     """A new rule for one sequence by its name: calibrated, bucket, always, fixed:N. Raises ConfigError.
 
-    prior: what `calibrated` believes before the first round.
+    For `calibrated`: prior, what it believes before the first round; costs, which all sequences of an engine share
+    (default: new ones that start from the settings'). `bucket` keeps the settings' costs, as published.
     """
     kind, colon, count = name.partition(":")
     if kind == "fixed" and count.isascii() and count.isdecimal() and int(count) <= block:
@@ -232,5 +224,5 @@ def make_rule(name: str, block: int, settings: GateSettings | None = None, prior
     if not colon and kind == "bucket":
         return Bucket(block, settings)
     if not colon and kind == "calibrated":
-        return Calibrated(block, settings, prior)
+        return Calibrated(block, settings, prior, costs)
     raise ConfigError(f"gate rule: expected one of {RULES}; found {name!r}")
