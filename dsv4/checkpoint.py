@@ -14,7 +14,7 @@ import mmap
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, NamedTuple
+from typing import Any, BinaryIO, Callable, Iterator, NamedTuple
 
 import numpy as np
 
@@ -113,8 +113,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: no tensor {name}")
         return self._tensors[name]
 
-    def view(self, name: str) -> np.ndarray:
-        """The tensor as a read-only array over the mapped file, of the type DTYPES gives (bf16, fp8: their bits).
+    def view(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
+        """The tensor, or a part of it, as a read-only array over the mapped file, of the type DTYPES gives (bf16, fp8:
+        their bits).
 
         Only a tensor that does not lie on a multiple of its item size is copied.
         """
@@ -123,6 +124,7 @@ class Checkpoint:
             self._maps[info.shard] = mmap.mmap(self._file(info.shard).fileno(), 0, access=mmap.ACCESS_READ)
         dtype = np.dtype(DTYPES[info.dtype])
         array = np.frombuffer(self._maps[info.shard], dtype, math.prod(info.shape), info.begin).reshape(info.shape)
+        array = array[part]
         if info.begin % dtype.itemsize:
             array = np.require(array, requirements=["ALIGNED", "OWNDATA"])
             array.flags.writeable = False
@@ -149,25 +151,45 @@ class Checkpoint:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         return self._files[shard]
 
-    def check_values(self, name: str, below: int = 0) -> None:
+    def check_values(self, name: str, below: int = 0, part: tuple[slice, ...] | None = None) -> None:
         """Raises CheckpointError if the tensor holds a NaN, an infinity or, of integers, one outside 0..below−1.
 
-        Reads the whole tensor. fp4 codes (I8) are all valid and pass unread.
+        Reads the whole tensor, or a part of it (an index). fp4 codes (I8) are all valid and pass unread.
         """
         info, fault = self.info(name), _faults(below).get(self.info(name).dtype)
         if fault is None:
             return
         wrong, expectation = fault
-        dtype = np.dtype(DTYPES[info.dtype])
-        for start in range(0, info.nbytes, _CHUNK):
-            piece = np.frombuffer(self.read(name, start, min(_CHUNK, info.nbytes - start)), dtype)
+        for piece, element in self._pieces(name) if part is None else self._pieces_of(name, part):
             found = wrong(piece)
             if found.any():
                 at = int(found.argmax())
                 raise CheckpointError(
                     f"{self.directory / info.shard}: {name}: expected {expectation}, "
-                    f"found {piece[at]} at element {start // dtype.itemsize + at} (stored {info.dtype})"
+                    f"found {piece.flat[at]} at element {element(at)} (stored {info.dtype})"
                 )
+
+    def _pieces(self, name: str) -> Iterator[tuple[np.ndarray, Callable[[int], int]]]:
+        """A tensor piece by piece, each with a function from a place in it to the element of the tensor."""
+        info = self.info(name)
+        dtype = np.dtype(DTYPES[info.dtype])
+        for start in range(0, info.nbytes, _CHUNK):
+            piece = np.frombuffer(self.read(name, start, min(_CHUNK, info.nbytes - start)), dtype)
+            yield piece, (start // dtype.itemsize).__add__
+
+    def _pieces_of(self, name: str, part: tuple[slice, ...]) -> Iterator[tuple[np.ndarray, Callable[[int], int]]]:
+        """The same of a part, some of its rows at a time."""
+        view, shape = self.view(name, part), self.info(name).shape
+        rows = max(1, _CHUNK * len(view) // max(1, view.nbytes))
+        for first in range(0, len(view), rows):
+            piece, start = view[first : first + rows], [s.start for s in part]
+            start[0] += first
+
+            def element(at: int, piece=piece, start=start) -> int:
+                place = [at + begin for at, begin in zip(np.unravel_index(at, piece.shape), start)]
+                return int(np.ravel_multi_index(place, shape))
+
+            yield piece, element
 
     def close(self) -> None:
         """Close files and forget the maps; arrays already handed out keep theirs alive."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .errors import ConfigError
 
 # key → (accepted values, whether it must be there): keys that select an algorithm
@@ -372,45 +370,13 @@ def _check_shapes(config: ModelConfig, read: _Reader) -> None:
             raise read.error(key, expected)
 
 
-def _correction_dims(config: ModelConfig) -> tuple[int, int]:
-    """YaRN's first and last dimension pair of the ramp (model.md §2.2)."""
-    yarn, dims, base = config.yarn, config.qk_rope_head_dim, config.compress_rope_theta
-
-    def dim(beta: float) -> float:
-        turns = yarn.original_max_position_embeddings / (2 * math.pi * beta)
-        return dims * math.log(turns) / (2 * math.log(base))
-
-    return max(math.floor(dim(yarn.beta_fast)), 0), min(math.ceil(dim(yarn.beta_slow)), dims - 1)
-
-
-def rope_thetas(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Rotation per position and pair: (layers without compression, layers with), float32 [R/2] each.
-
-    Every step is rounded to float32, as numerics.md §5 orders them: from float64 the angles at position 100,000 would
-    be off by 1e-3.
-    """
-    f32 = np.float32
-    pairs = np.arange(config.qk_rope_head_dim // 2)
-    exponent = (2 * pairs).astype(f32) / f32(config.qk_rope_head_dim)
-
-    def frequency(base: float) -> np.ndarray:
-        return f32(1) / (np.float64(base) ** exponent.astype(np.float64)).astype(f32)
-
-    low, high = _correction_dims(config)
-    width = f32(high - low if high != low else 0.001)
-    ramp = np.clip((pairs - low).astype(f32) / width, f32(0), f32(1))
-    keep = f32(1) - ramp
-    scaled = f32(1) - keep
-    f = frequency(config.compress_rope_theta)
-    return frequency(config.rope_theta), (f / f32(config.yarn.factor)) * scaled + f * keep
-
-
-def default_threads() -> int:
-    """OMP_NUM_THREADS where set, else the cores this process may use."""
+def default_threads(sharing: int = 1) -> int:
+    """OMP_NUM_THREADS where set, else the cores this process may use, divided among the `sharing` ranks on them."""
     text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if text:
         return _parse_count("OMP_NUM_THREADS", text)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // sharing)
 
 
 def _parse_count(name: str, text: str) -> int:
@@ -430,6 +396,30 @@ def environment(prefix: str) -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefix)}
 
 
+@dataclass(frozen=True)
+class World:
+    """The processes that a launcher (mpirun, mpiexec, srun) started together with this one."""
+
+    rank: int = 0
+    size: int = 1
+    init_timeout: int = 600  # seconds that ranks wait for each other at the start
+
+    @classmethod
+    def from_env(cls) -> World:
+        """What the launcher says: Open MPI, MPICH and its kin (Hydra), or Slurm with PMIx; else one process."""
+        env = os.environ
+        timeout = _parse_count("DSV4_INIT_TIMEOUT", env.get("DSV4_INIT_TIMEOUT", str(cls.init_timeout)))
+        for size, rank in _LAUNCHERS:
+            if size in env and rank in env:
+                return cls(int(env[rank]), _parse_count(size, env[size]), timeout)
+        return cls(init_timeout=timeout)
+
+
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "PMIX_RANK"),
+)
 _ENVIRONMENT = {
     "DSV4_BACKEND": ("backend", lambda name, text: text),
     "DSV4_THREADS": ("threads", _parse_count),
@@ -438,7 +428,7 @@ _ENVIRONMENT = {
     "DSV4_CHUNK": ("chunk", _parse_count),
     "DSV4_DEBUG": ("debug", _parse_flag),
 }
-_READ_ELSEWHERE = ("DSV4_INIT_TIMEOUT",)  # belongs to the start-up of several ranks
+_READ_ELSEWHERE = ("DSV4_INIT_TIMEOUT",)  # World
 
 
 @dataclass(frozen=True)
@@ -459,8 +449,11 @@ class RunConfig:
                 raise _expected("run settings", name, "an integer >= 1", value)
 
     @classmethod
-    def from_env(cls, **overrides: Any) -> RunConfig:
-        """Defaults, then DSV4_* variables, then overrides that are not None. Raises ConfigError."""
+    def from_env(cls, sharing: int = 1, **overrides: Any) -> RunConfig:
+        """Defaults, then DSV4_* variables, then overrides that are not None. Raises ConfigError.
+
+        sharing: how many ranks share this one's cores, for the default number of threads.
+        """
         known = {f.name for f in fields(cls)}
         if set(overrides) - known:
             raise ConfigError(f"run settings: expected {', '.join(sorted(known))}; found {', '.join(overrides)}")
@@ -470,6 +463,8 @@ class RunConfig:
             raise ConfigError(f"{unknown[0]}: unknown variable; expected one of {', '.join(_ENVIRONMENT)}")
         values = {f: parse(name, os.environ[name]) for name, (f, parse) in _ENVIRONMENT.items() if name in os.environ}
         values.update({key: value for key, value in overrides.items() if value is not None})
+        if "threads" not in values:
+            values["threads"] = default_threads(sharing)
         return cls(**values)
 
     def context(self, config: ModelConfig) -> int:

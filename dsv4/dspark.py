@@ -10,10 +10,10 @@ import numpy as np
 
 from .model import Model
 from .ops import KeyCache
+from .parameters import Attention
 from .rows import Rows
 from .state import LayerState, Pool
 from .step import Step
-from .weights import Attention
 
 
 class Drafted(NamedTuple):
@@ -64,8 +64,10 @@ class Draft(Model):
             kv = ops.linear(xq, stage.attn.wkv)
             ops.store_keys(kv, stage.attn.kv_norm, step.rope(0), state.window, step.window_where, eps)
 
-    def draft(self, pool: Pool, slot: int, position: int, token: int, choose: Callable[[np.ndarray, int], int]) -> Drafted:
-        """A block after the committed `token` at `position`; windows primed up to position − 1.
+    def draft(
+        self, pool: Pool, slot: int, position: int, token: int, choose: Callable[[np.ndarray, int], int]
+    ) -> Drafted | None:
+        """A block after the committed `token` at `position`; windows primed up to position − 1. On rank 0; else None.
 
         choose(logits [vocab], position the token is for) → token: how each drafted token is picked.
         """
@@ -77,8 +79,8 @@ class Draft(Model):
         for stage, state in zip(draft.stages, pool.stages):
             h = self.block(stage, h, step, state)
         y = ops.hc_head(h, draft.hc_head)
-        logits = ops.linear(ops.rmsnorm(y, draft.norm, c.rms_norm_eps), w.head)
-        return self.chain(y, logits, token, position, choose)
+        logits = self.logits(ops.rmsnorm(y, draft.norm, c.rms_norm_eps))
+        return None if logits is None else self.chain(y, logits, token, position, choose)
 
     def chain(self, y: Any, logits: Any, token: int, position: int, choose: Callable[[np.ndarray, int], int]) -> Drafted:
         """The markov chain: each slot's logits and confidence depend on the token drafted before it.

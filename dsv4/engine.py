@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Iterator, Sequence
 
-from .comm import Single
-from .config import ModelConfig, RunConfig
-from .dspark import Draft
+from .comm import Communicator, Single, Traffic, open_communicator
+from .config import ModelConfig, RunConfig, World
+from .crew import GRACE, Crew
+from .dspark import Draft, Drafted
 from .gate import Costs, GateSettings, MeasuredCosts
+from .loading import load_model
 from .model import Model, Output
-from .ops import open_ops
-from .plan import MemoryPlan, check_plan, make_plan
+from .plan import MemoryPlan
 from .rows import Rows
 from .session import Session
+from .speculate import Choose
 from .state import Pool
 from .step import Step
 
@@ -35,7 +37,16 @@ class Engine:
     """A checkpoint, a backend and the pool of sequences. Make one with Engine.load()."""
 
     def __init__(
-        self, model: Model, pool: Pool, run: RunConfig, *, plan: MemoryPlan, gate: GateSettings, identity: str, tokenizer
+        self,
+        model: Model,
+        pool: Pool,
+        run: RunConfig,
+        *,
+        plan: MemoryPlan,
+        gate: GateSettings,
+        identity: str,
+        tokenizer: Tokenizer | None,
+        crew: Crew,
     ):
         self.model, self.pool, self.run, self.gate = model, pool, run, gate
         self.costs = MeasuredCosts(Costs.of(gate))  # of rounds on this machine, whichever sequence's
@@ -45,6 +56,7 @@ class Engine:
         self.plan, self.identity = plan, identity
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_context, self.chunk = plan.max_context, run.chunk
+        self.crew = crew
 
     @classmethod
     def load(
@@ -53,6 +65,7 @@ class Engine:
         *,
         progress: Callable[[str, int, int], None] | None = None,
         gate: dict | None = None,
+        comm: Communicator | None = None,
         **settings,
     ) -> Engine:
         """Load a checkpoint directory, or the embedded "nano".
@@ -60,45 +73,61 @@ class Engine:
         settings: fields of RunConfig (backend, threads, max_context, max_sessions, chunk, debug); what is not given
         comes from the environment, then from the defaults. gate: fields of GateSettings, likewise.
         progress(stage, done, total) while loading.
+        Under mpirun every process calls this. Rank 0 gets the engine; in the others the call serves rank 0 until its
+        engine is closed, and then raises SystemExit. comm: ranks that were started in some other way.
         Raises ConfigError, CheckpointError, CapacityError, BackendError.
         """
-        import psutil
+        engine = cls.join(path, progress=progress, gate=gate, comm=comm, **settings)
+        if engine.crew.comm.rank:
+            engine.crew.follow(engine)
+            raise SystemExit(0)
+        return engine
 
-        from .checkpoint import Checkpoint
-        from .tokenizer import Tokenizer
-        from .weights import check, load_weights
-
-        directory = model_directory(path)
-        run = RunConfig.from_env(**settings)
-        gate = GateSettings.from_env(**gate or {})
-        config = ModelConfig.load(directory)
-        checkpoint = Checkpoint(directory)
-        stages = len(check(checkpoint, config).stages)
-        # A block and its committed token are one forward, whatever the chunk.
-        headroom = max(run.chunk, 1 + config.dspark.block_size) if stages else run.chunk
-        plan_for = partial(
-            make_plan,
-            config,
-            weights=checkpoint.total_bytes,
-            max_sessions=run.max_sessions,
-            headroom=headroom,
-            available=psutil.virtual_memory().available,
-            stages=stages,
-        )
-        plan = plan_for(max_context=run.context(config))
-        check_plan(plan, lambda context: plan_for(max_context=context))
-        tokenizer = Tokenizer.load(directory, config)
-        ops = open_ops(run.backend, threads=run.threads)
-        report = (lambda done, total: progress("load", done, total)) if progress else None
-        model = Model(config, load_weights(checkpoint, config, ops, report), ops, Single(), run.debug)
-        pool = Pool(
-            ops, config, slots=run.max_sessions, max_context=plan.max_context, headroom=headroom, stages=stages
-        )
-        return cls(model, pool, run, plan=plan, gate=gate, identity=checkpoint.identity, tokenizer=tokenizer)
+    @classmethod
+    def join(cls, path: str | Path | None, *, progress=None, gate=None, comm=None, **settings) -> Engine:
+        """One rank's engine, on any rank: load() without what the others do afterwards. path None: rank 0's."""
+        crew = Crew(comm or open_communicator(World.from_env()))
+        with crew.together(GRACE):
+            path, settings = crew.greet(path, settings)
+            parts = load_model(crew, model_directory(path), progress, settings)
+            engine = cls(**parts, gate=GateSettings.from_env(**gate or {}))
+            crew.ready()
+        return engine
 
     def forward(self, rows: Rows) -> Output:
         """The only way tokens enter the model. Sessions call it; so may a scheduler that packs rows of several."""
-        return self.model.forward(Step(self.model.ops, self.pool, rows), self.pool)
+        with self.crew.command("forward", rows):
+            return self.model.forward(Step(self.model.ops, self.pool, rows), self.pool)
+
+    def prime(self, slot: int, start: int, stop: int) -> None:
+        """Bring the draft's windows of a slot up to date: the committed positions start .. stop−1."""
+        with self.crew.command("prime", slot, start, stop):
+            self.draft.prime(self.pool, slot, start, stop)
+
+    def draft_block(self, slot: int, position: int, token: int, choose: Choose | None = None) -> Drafted | None:
+        """A drafted block after the committed `token` at `position`: Draft.draft."""
+        with self.crew.command("draft_block", slot, position, token):
+            return self.draft.draft(self.pool, slot, position, token, choose)
+
+    def traffic(self) -> list[Traffic]:
+        """What every rank has sent so far, by rank."""
+        with self.crew.command("traffic"):
+            return self.crew.comm.everyone(replace(self.crew.comm.traffic))
+
+    def close(self) -> None:
+        """Let the other ranks go. On a single rank there is nothing to do; closing twice is fine."""
+        crew, self.crew = self.crew, Crew(Single())
+        crew.stop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Close; an exception ends the job on all ranks, with its message once."""
+        if self.crew.leads and isinstance(error, (Exception, KeyboardInterrupt)) and not isinstance(error, BrokenPipeError):
+            with self.crew.together():
+                raise error
+        self.close()
 
     def session(self) -> Session:
         """A new, empty sequence."""

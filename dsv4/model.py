@@ -7,31 +7,42 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .comm import Single
+from .comm import Communicator
 from .config import ModelConfig
-from .errors import InputError
+from .errors import BackendError, InputError
 from .ops import KeyCache, Ops
+from .parameters import Attention, Block, Compressor, Indexer, MoE, Weights
 from .state import LayerState, Pool
 from .step import Step
-from .weights import Attention, Block, Compressor, Indexer, MoE, Weights
 
 
 class Output(NamedTuple):
     """What a forward returns for its n wanted rows, on the host."""
 
-    logits: np.ndarray  # float32 [n, vocab]
+    logits: np.ndarray | None  # float32 [n, vocab]; None on ranks other than 0
     main_hidden: np.ndarray | None  # float32 [n, targets · d]; None where the checkpoint has no draft
 
 
 @dataclass(frozen=True)
 class Model:
-    """The network: weights, the backend that computes and the communicator between ranks."""
+    """The network: weights, the backend that computes and the communicator between ranks.
+
+    Raises BackendError where the weights are a rank's part and the communicator is not that rank's.
+    """
 
     config: ModelConfig
     weights: Weights
     ops: Ops
-    comm: Single
+    comm: Communicator
     debug: bool = False
+
+    def __post_init__(self) -> None:
+        held, here = self.weights.split, self.comm
+        if (held.rank, held.size) != (here.rank, here.size):
+            raise BackendError(
+                f"model: expected the communicator of rank {held.rank} of {held.size}, as the weights were cut; "
+                f"found rank {here.rank} of {here.size}"
+            )
 
     def forward(self, step: Step, pool: Pool) -> Output:
         """All layers over the rows of `step`; keys and compressor rows go to `pool`."""
@@ -40,14 +51,18 @@ class Model:
         h = ops.embed(w.embed, step.tokens, c.hc_mult)
         for number, (layer, state) in enumerate(zip(w.blocks, pool.layers)):
             h = self.block(layer, h, step, state)
-            if self.debug and ops.has_nonfinite(h):
+            if self.debug and self.comm.rank == 0 and ops.has_nonfinite(h):
                 raise InputError(f"layer {number}: expected finite values; found NaN or infinity in its output")
             if w.draft and number in c.dspark.target_layer_ids:
                 self.capture(h, c.dspark.target_layer_ids.index(number), step, pool)
         y = ops.hc_head(h[wanted], w.hc_head)
-        logits = ops.linear(ops.rmsnorm(y, w.norm, c.rms_norm_eps), w.head)
+        logits = self.logits(ops.rmsnorm(y, w.norm, c.rms_norm_eps))
         hidden = ops.to_host(pool.hidden[step.window_where[wanted]]) if w.draft else None
-        return Output(ops.to_host(logits), hidden)
+        return Output(None if logits is None else ops.to_host(logits), hidden)
+
+    def logits(self, x: Any) -> Any | None:
+        """x [n, d] → [n, vocab] on rank 0; None elsewhere."""
+        return self.comm.join(self.ops.linear(x, self.weights.head))
 
     def capture(self, h: Any, target: int, step: Step, pool: Pool) -> None:
         """Keep a target layer's part of the rows' main hidden, which the draft's windows are made from."""
@@ -63,18 +78,18 @@ class Model:
         return ops.hc_post(self.moe(w.ffn, x, step), h, mix)
 
     def attention(self, w: Attention, x: Any, step: Step, state: LayerState) -> Any:
-        """x [T, d] → [T, d]."""
-        c, ops = self.config, self.ops
+        """x [T, d] → [T, d]. Heads, groups and slices are this rank's; all ranks' where attention is not split."""
+        c, ops, split = self.config, self.ops, self.weights.split
         eps, rope = c.rms_norm_eps, step.rope(w.ratio)
         xq = ops.act_quant(x)
         qr = ops.act_quant(ops.rmsnorm(ops.linear(xq, w.wq_a), w.q_norm, eps))
-        q = ops.linear(qr, w.wq_b).reshape(len(step), c.num_attention_heads, c.head_dim)
+        q = ops.linear(qr, w.wq_b).reshape(len(step), split.heads, c.head_dim)
         q = ops.query(q, rope, eps)
         o = ops.attend(q, w.sink, self.keys(w, x, xq, qr, step, state))
         o = ops.rotate(o, rope, inverse=True)
-        z = ops.grouped_linear(o.reshape(len(step), -1), w.wo_a, c.o_groups)
-        out = ops.linear(ops.act_quant(z), w.wo_b, c.attention_slices)
-        return self.comm.sum_slices(out, c.attention_slices)
+        z = ops.grouped_linear(o.reshape(len(step), -1), w.wo_a, split.groups)
+        out = ops.linear(ops.act_quant(z), w.wo_b, split.attention_slices)
+        return self.comm.sum_parts(out, split.attention)
 
     def keys(self, w: Attention, x: Any, xq: Any, qr: Any, step: Step, state: LayerState) -> list[tuple[KeyCache, Any]]:
         """Store the rows' keys → what each row attends to, in ascending position: chosen entries, then the window."""
@@ -127,9 +142,9 @@ class Model:
 
     def moe(self, w: MoE, x: Any, step: Step) -> Any:
         """x [T, d] → routed and shared experts [T, d]."""
-        c, ops = self.config, self.ops
+        c, ops, split = self.config, self.ops, self.weights.split
         ids, weights = ops.gate(
             x, w.gate, w.bias, w.fixed, step.tokens, c.num_experts_per_tok, c.routed_scaling_factor
         )
-        y = ops.moe(x, ids, weights, w.bank, c.swiglu_limit, c.moe_slices)
-        return self.comm.sum_slices(y, c.moe_slices)
+        y = ops.moe(x, ids, weights, w.bank, c.swiglu_limit, split.moe_slices)
+        return self.comm.sum_parts(y, split.experts)

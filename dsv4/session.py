@@ -108,7 +108,7 @@ class Session:
         engine = self.engine
         start = max(self._primed, self.position - engine.pool.window)
         if engine.draft is not None and start < self.position:
-            engine.draft.prime(engine.pool, self.slot, start, self.position)
+            engine.prime(self.slot, start, self.position)
         self._primed = self.position
 
     def draft(self, token: int, choose: Choose = greedy) -> Drafted:
@@ -123,7 +123,7 @@ class Session:
             raise StateError("draft: expected at least one token consumed, found none")
         check_tokens([token], self.engine.config.vocab_size)
         self.prime()
-        return self.engine.draft.draft(self.engine.pool, self.slot, self.position, token, choose)
+        return self.engine.draft_block(self.slot, self.position, token, choose)
 
     def verify(self, tokens: Sequence[int], mode: str = "batched", choose: Choose = greedy) -> Verified:
         """Run a committed token and the drafted ones after it, keep what plain decoding would say: speculate.verify."""

@@ -12,9 +12,10 @@ from typing import Any, Iterator, NamedTuple
 
 import numpy as np
 
-from .config import ModelConfig, rope_thetas
+from .config import ModelConfig
 from .errors import CapacityError
 from .ops import IndexCache, KeyCache, Ops, Ring
+from .rope import rope_thetas
 
 PAGE_POSITIONS = 256  # at least; a page holds a whole number of entries of every ratio
 

@@ -15,6 +15,8 @@ from .checkpoint import Checkpoint
 from .config import INDEXED_RATIO, ModelConfig
 from .errors import CheckpointError, ConfigError
 from .ops import Ops
+from .parameters import Attention, Block, Compressor, Draft, HyperConnection, Indexer, MoE, Weights
+from .split import Split
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -42,6 +44,11 @@ class Row(NamedTuple):
     @property
     def format(self) -> str:
         return self.form.split()[0]
+
+    @property
+    def axis(self) -> int:
+        """What ranks cut: the columns of a sum into the residual stream (d outputs), the rows of anything else."""
+        return int(self.shape.split()[0] == "d")
 
 
 WHOLE = "replicated"
@@ -111,108 +118,6 @@ _ROOTS = {"layers", "mtp"} | {row.name.split(".")[0] for row in TABLE if "model"
 _EXPERT = re.compile(r"((?:layers|mtp)\.\d+\.)ffn\.experts\.(\d+)\.")
 _STAGE = re.compile(r"mtp\.(\d+)\.")
 _DEEP_LIMIT = 4 << 30  # bytes: a checkpoint below this has every value checked when it is loaded
-
-
-# ---------------------------------------------------------------------- what the model computes with
-@dataclass(frozen=True)
-class HyperConnection:
-    """fn matrix [(2+m)m, m·d], base [(2+m)m], scale [3]; of a head: [m, m·d], [m], [1]."""
-
-    fn: Any
-    base: Any
-    scale: Any
-    streams: int
-    iterations: int
-    eps: float  # hc_eps
-    norm_eps: float  # rms_norm_eps
-
-
-@dataclass(frozen=True)
-class Compressor:
-    """wkv, wgate [c·D, d], ape [ratio, c·D], norm [D]; c = 2 where ratio is 4, else 1."""
-
-    wkv: Any
-    wgate: Any
-    ape: Any
-    norm: Any
-    ratio: int
-    dim: int
-
-
-@dataclass(frozen=True)
-class Indexer:
-    """wq_b [Hi·Di, q_lora_rank], weights_proj [Hi, d] and a compressor of dimension Di."""
-
-    wq_b: Any
-    weights_proj: Any
-    compressor: Compressor
-    heads: int
-    dim: int
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Matrices as in the table; sink [H]; ratio 0: window only, 4: indexed, else all compressed entries."""
-
-    wq_a: Any
-    wq_b: Any
-    wkv: Any
-    wo_a: Any
-    wo_b: Any
-    q_norm: Any
-    kv_norm: Any
-    sink: Any
-    ratio: int
-    compressor: Compressor | None
-    indexer: Indexer | None
-
-
-@dataclass(frozen=True)
-class MoE:
-    """gate [experts, d]; bias [experts] (score-routed layers) or fixed [vocab, top_k] (hash layers); the experts."""
-
-    gate: Any
-    bias: Any | None
-    fixed: Any | None
-    bank: Any
-
-
-@dataclass(frozen=True)
-class Block:
-    """One layer, or one draft stage."""
-
-    attn_norm: Any
-    ffn_norm: Any
-    hc_attn: HyperConnection
-    hc_ffn: HyperConnection
-    attn: Attention
-    ffn: MoE
-
-
-@dataclass(frozen=True)
-class Draft:
-    """The draft module. markov_w1 is a table [vocab, rank], markov_w2 a matrix; confidence [1, d + rank]."""
-
-    stages: tuple[Block, ...]
-    main_proj: Any
-    main_norm: Any
-    norm: Any
-    hc_head: HyperConnection
-    markov_w1: Any
-    markov_w2: Any
-    confidence: Any
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The whole model; draft is None where the checkpoint has no mtp.* tensors."""
-
-    embed: Any
-    blocks: tuple[Block, ...]
-    norm: Any
-    hc_head: HyperConnection
-    head: Any
-    draft: Draft | None
 
 
 # ---------------------------------------------------------------------- what must be in the files
@@ -367,8 +272,25 @@ def _count_experts(checkpoint: Checkpoint, config: ModelConfig) -> tuple[int, ..
     return tuple(counts[len(main) :])
 
 
-def check_values(checkpoint: Checkpoint, layout: Layout, deep: bool, progress: Progress | None = None) -> None:
-    """No NaN scale, no non-finite parameter, no expert id out of range.
+def part_of(checkpoint: Checkpoint, name: str, row: Row, split: Split) -> tuple[slice, ...]:
+    """Which part of a stored tensor a rank holds, as an index."""
+    return split.index(checkpoint.info(name).shape, row.shard, row.axis)
+
+
+def held_bytes(checkpoint: Checkpoint, layout: Layout, split: Split) -> int:
+    """Bytes of a rank's parts of all tensors."""
+    held = 0
+    for name, tensor in layout.tensors.items():
+        length = tensor.shape[tensor.row.axis] if tensor.row.shard != WHOLE else 1
+        share = split.share(length, tensor.row.shard)
+        held += checkpoint.info(name).nbytes // length * (share.stop - share.start)
+    return held
+
+
+def check_values(
+    checkpoint: Checkpoint, layout: Layout, deep: bool, progress: Progress | None = None, split: Split | None = None
+) -> None:
+    """No NaN scale, no non-finite parameter, no expert id out of range. split: look at a rank's parts only.
 
     Not deep: what is small (all but the expert scales and the large matrices). Deep: everything, which reads the whole
     checkpoint. Raises CheckpointError naming tensor and place.
@@ -376,7 +298,8 @@ def check_values(checkpoint: Checkpoint, layout: Layout, deep: bool, progress: P
     done = 0
     for name, tensor in layout.tensors.items():
         if deep or _small(tensor):
-            checkpoint.check_values(name, below=tensor.experts)
+            part = None if split is None or split.size == 1 else part_of(checkpoint, name, tensor.row, split)
+            checkpoint.check_values(name, tensor.experts, part)
         done += checkpoint.info(name).nbytes
         if progress:
             progress(done, checkpoint.total_bytes)
@@ -389,23 +312,25 @@ def _small(tensor: Expected) -> bool:
 
 
 # ---------------------------------------------------------------------- loading
-def load_weights(checkpoint: Checkpoint, config: ModelConfig, ops: Ops, progress: Progress | None = None) -> Weights:
-    """Check the checkpoint, then hand every tensor to the backend. Raises CheckpointError.
+def load_weights(
+    checkpoint: Checkpoint, config: ModelConfig, ops: Ops, progress: Progress | None = None, split: Split | None = None
+) -> Weights:
+    """Check the checkpoint, then hand every tensor, or a rank's part of it, to the backend. Raises CheckpointError.
 
     A checkpoint of less than 4 GB has every value checked; of a larger one the expert scales and large matrices are
     left to the deep inspection.
     """
-    layout = check(checkpoint, config)
-    check_values(checkpoint, layout, deep=checkpoint.total_bytes < _DEEP_LIMIT)
-    return _Loader(checkpoint, config, ops, progress).load(layout.stages)
+    layout, split = check(checkpoint, config), split or Split.of(config)
+    check_values(checkpoint, layout, deep=checkpoint.total_bytes < _DEEP_LIMIT, split=split)
+    return _Loader(checkpoint, config, ops, progress, layout, split).load(layout.stages)
 
 
 class _Loader:
     """Builds the dataclasses from the table; counts the bytes for the progress report."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, progress: Progress | None):
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, progress, layout: Layout, split: Split):
         self.checkpoint, self.config, self.ops, self.progress = checkpoint, config, ops, progress
-        self.done = 0
+        self.split, self.done, self.total = split, 0, held_bytes(checkpoint, layout, split)
 
     def load(self, stages: tuple[int, ...]) -> Weights:
         c = self.config
@@ -415,7 +340,7 @@ class _Loader:
             for i, ratio in enumerate(c.compress_ratios)
         )
         hc_head = self.hyper(tree.pop("hc_head"))
-        return Weights(**tree, hc_head=hc_head, blocks=blocks, draft=self.draft(stages) if stages else None)
+        return Weights(split=self.split, **tree, hc_head=hc_head, blocks=blocks, draft=self.draft(stages) if stages else None)
 
     def draft(self, stages: tuple[int, ...]) -> Draft:
         blocks = tuple(self.block(f"mtp.{s}.", experts) for s, experts in enumerate(stages))
@@ -468,19 +393,21 @@ class _Loader:
                 node = node.setdefault(part, {})
             node[last] = self.leaf(prefix + row.name, row)
         if self.progress:
-            self.progress(self.done, self.checkpoint.total_bytes)
+            self.progress(self.done, self.total)
         return root
 
     def leaf(self, name: str, row: Row) -> Any:
         kind = row.form.split()[1]
         if kind == "vector":
-            return self.ops.vector(self.view(name))
+            return self.ops.vector(self.view(name, row))
         if kind == "table":
-            return self.ops.table(self.view(name))
+            return self.ops.table(self.view(name, row))
         if row.format in ("fp8", "fp4"):
-            return self.ops.matrix(row.format, self.view(name + ".weight").view(np.uint8), self.view(name + ".scale"))
-        return self.ops.matrix(row.format, self.view(name))
+            weight, scale = self.view(name + ".weight", row), self.view(name + ".scale", row)
+            return self.ops.matrix(row.format, weight.view(np.uint8), scale)
+        return self.ops.matrix(row.format, self.view(name, row))
 
-    def view(self, name: str) -> np.ndarray:
-        self.done += self.checkpoint.info(name).nbytes
-        return self.checkpoint.view(name)
+    def view(self, name: str, row: Row) -> np.ndarray:
+        array = self.checkpoint.view(name, part_of(self.checkpoint, name, row, self.split))
+        self.done += array.nbytes
+        return array

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from dsv4.config import ModelConfig, RunConfig, Yarn, _correction_dims, rope_thetas
+from dsv4.config import ModelConfig, RunConfig, Yarn
 from dsv4.errors import ConfigError
+from dsv4.rope import correction_dims, rope_thetas
 from tools.make_tiny import CONFIGS, hf_config
 from variants import REAL, Files, drop_draft, spell_newer
 
@@ -191,7 +192,7 @@ def test_draft_stage_entries_of_compress_ratios(raw):
 
 # ---------------------------------------------------------------------- rotation
 def test_correction_dims_of_the_real_config(real):
-    assert _correction_dims(real) == (15, 25)
+    assert correction_dims(real) == (15, 25)
 
 
 @pytest.mark.parametrize("name, base, yarn", [

@@ -1,0 +1,74 @@
+"""Loading: a checkpoint directory → what an engine is made of. The same steps on one rank and on each of several."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable
+
+import psutil
+
+from . import __version__
+from .checkpoint import Checkpoint
+from .config import ModelConfig, RunConfig
+from .crew import Crew, CrewPool
+from .model import Model
+from .ops import open_ops
+from .plan import MemoryPlan, check_plan, make_plan
+from .split import Split
+from .tokenizer import Tokenizer
+from .weights import check, held_bytes, load_weights
+
+
+def load_model(
+    crew: Crew, directory: Path, progress: Callable[[str, int, int], None] | None, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of Engine, by name. Whatever ranks could disagree about is compared before the weights are loaded.
+
+    Raises ConfigError, CheckpointError, CapacityError, BackendError.
+    """
+    comm = crew.comm
+    on_host, on_cores = crew.neighbours()
+    run = RunConfig.from_env(sharing=on_cores, **settings)
+    config = ModelConfig.load(directory)
+    split = Split.of(config, comm.rank, comm.size)
+    checkpoint = Checkpoint(directory)
+    layout = check(checkpoint, config)
+    stages = len(layout.stages)
+    # A block and its committed token are one forward, whatever the chunk.
+    headroom = max(run.chunk, 1 + config.dspark.block_size) if stages else run.chunk
+    plan = _plan(
+        run,
+        config,
+        weights=held_bytes(checkpoint, layout, split),
+        headroom=headroom,
+        available=psutil.virtual_memory().available // on_host,
+        stages=stages,
+    )
+    identity = checkpoint.identity
+    crew.agree(
+        version=__version__,
+        checkpoint=identity,
+        backend=run.backend,
+        max_context=plan.max_context,
+        max_sessions=run.max_sessions,
+        chunk=run.chunk,
+        debug=run.debug,
+    )
+    tokenizer = Tokenizer.load(directory, config)
+    ops = open_ops(run.backend, threads=run.threads)
+    report = (lambda done, total: progress("load", done, total)) if progress else None
+    model = Model(config, load_weights(checkpoint, config, ops, report, split), ops, comm, run.debug)
+    pool = CrewPool(
+        crew, ops, config, slots=run.max_sessions, max_context=plan.max_context, headroom=headroom, stages=stages
+    )
+    return {"model": model, "pool": pool, "run": run, "plan": plan, "identity": identity, "tokenizer": tokenizer,
+            "crew": crew}  # fmt: skip
+
+
+def _plan(run: RunConfig, config: ModelConfig, **sizes: int) -> MemoryPlan:
+    """The memory plan; raises CapacityError where the state does not fit."""
+    plan_for = partial(make_plan, config, max_sessions=run.max_sessions, **sizes)
+    plan = plan_for(max_context=run.context(config))
+    check_plan(plan, lambda context: plan_for(max_context=context))
+    return plan
