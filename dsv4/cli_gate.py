@@ -7,7 +7,7 @@ import json
 import click
 
 from .cli_support import say
-from .gate import RULES, GateSettings
+from .gate import RULES, Costs, GateSettings
 from .gate.calibration import fit_prior
 from .gate.records import read_rounds
 from .gate.replay import ACCOUNTINGS, replay, vary
@@ -16,7 +16,18 @@ accounting_option = click.option(
     "--accounting", type=click.Choice(ACCOUNTINGS), default="honest", show_default=True,
     help="What a round costs that drafts and verifies nothing. honest: draft and plain step; published: plain step.",
 )  # fmt: skip
+costs_option = click.option(
+    "--costs", nargs=4, type=float, metavar="DRAFT BASE SLOPE PLAIN", default=(196, 300, 109, 303), show_default=True,
+    callback=lambda context, option, given: _costs(*given),
+    help="Milliseconds charged: of a draft, of verifying n tokens (BASE + n SLOPE), of a plain step. The default is "
+    "what the published rule was measured at.",
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON record instead of a table.")
+
+
+def _costs(draft: float, base: float, slope: float, plain: float) -> Costs:
+    """Raises ConfigError for one that is out of range."""
+    return Costs.of(GateSettings(draft_ms=draft, verify_base_ms=base, verify_slope_ms=slope, plain_ms=plain))
 
 
 @click.group()
@@ -24,7 +35,8 @@ def gate():
     """Try rules of the speculation gate on recorded rounds.
 
     FILE is what `generate --record-rounds FILE` writes; record with --spec always, so that every rule has something to
-    choose from. Costs and settings come from the environment: DEEPSEEK_DSPARK_GATE_DRAFT_MS and so on.
+    choose from. Settings come from the environment: DEEPSEEK_DSPARK_GATE_DECAY and so on. Costs there are what the rule
+    starts from (calibrated) or believes (bucket); what a replay charges is --costs.
     """
 
 
@@ -32,8 +44,9 @@ def gate():
 @click.argument("file")
 @click.option("--rule", default="calibrated", show_default=True, metavar="RULE", help=f"One of {RULES}.")
 @accounting_option
+@costs_option
 @json_option
-def replay_command(file, rule, accounting, as_json):
+def replay_command(file, rule, accounting, costs, as_json):
     """Speed under a rule that starts anew with every prompt of FILE.
 
     \b
@@ -45,7 +58,7 @@ def replay_command(file, rule, accounting, as_json):
     JSON: rule; accounting; per_prompt {name: tok/s}; round_weighted tok/s (rounds over the sum of rounds times seconds
     per token); total tok/s; lengths {name: [tokens verified, per round]}; undrafted {name: [rounds without a draft]}.
     """
-    report = replay(read_rounds(file), rule, accounting, GateSettings.from_env())
+    report = replay(read_rounds(file), rule, accounting, GateSettings.from_env(), costs)
     if as_json:
         record = {
             "rule": rule,
@@ -69,15 +82,16 @@ def replay_command(file, rule, accounting, as_json):
 @gate.command("vary")
 @click.argument("file")
 @accounting_option
+@costs_option
 @json_option
-def vary_command(file, accounting, as_json):
+def vary_command(file, accounting, costs, as_json):
     """Speed of the default rule with each of its settings halved and doubled, one at a time.
 
-    decay is varied by the memory it gives, margin by its excess over 1. A cost is varied in what the rule believes;
+    decay is varied by the memory it gives, margin by its excess over 1. A cost is varied in what the rule starts from;
     what is charged stays.
     """
     recording = read_rounds(file)
-    rows = vary(recording, GateSettings.from_env(), accounting)
+    rows = vary(recording, GateSettings.from_env(), accounting, costs)
     if as_json:
         records = [
             {"setting": setting, "value": value, "round_weighted": report.round_weighted,

@@ -17,8 +17,6 @@ class Costs:
     verify_slope_ms: float = 109.0
     plain_ms: float = 303.0
 
-    plain_age = 0  # rounds since a plain step was measured
-
     @classmethod
     def of(cls, settings: GateSettings) -> Costs:
         return cls(settings.draft_ms, settings.verify_base_ms, settings.verify_slope_ms, settings.plain_ms)
@@ -38,6 +36,10 @@ class Costs:
     def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
         """A round took draft_ms (None: no draft), then verify_ms for n drafted tokens (0: a plain step)."""
 
+    def plain_is_due(self, lost: bool) -> bool:
+        """Should a plain step be taken to learn how long it takes? lost: lately drafting seemed to lose."""
+        return False
+
 
 class Mean:
     """A mean of milliseconds that follows changes, and that one slow sample does not upset."""
@@ -46,8 +48,8 @@ class Mean:
     DECAY = 0.95  # weight of a sample, one sample later
     CLIP = 2.0
 
-    def __init__(self, ms: float = 0.0, weight: float = 0.0):
-        self.ms, self.weight = ms, weight
+    def __init__(self) -> None:
+        self.ms = self.weight = 0.0
 
     def add(self, ms: float) -> None:
         """Nothing is fast by accident: of a sample and the mean so far, the larger is cut to CLIP times the other."""
@@ -67,12 +69,13 @@ class MeasuredCosts(Costs):
 
     The given costs are a start: they scale with the machine's speed, and count as GIVEN samples of each part. Plain
     decoding is the verify of no drafted token, so it is one sample of the line base + n · slope; until it has been
-    measured, it counts as at least half as long as the verify of one token, and no longer.
+    measured, it counts as no longer than the verify of one token, and at least half as long.
     """
 
     GIVEN = 0.2  # a given ratio may be wrong by half or more, a sample by a tenth or two
     POINTS = (1, 5)  # the line counts as given at these n
-    FIRST_AGE = 48  # as if a plain step had been measured that long ago
+    REMEASURE = 64  # rounds without a plain step until one is due
+    REMEASURE_LOST = 16  # where drafting seems to lose; where not, until the first is due
 
     def __init__(self, given: Costs | None = None):
         given = given or Costs()
@@ -80,16 +83,19 @@ class MeasuredCosts(Costs):
         self._given = given
         self._draft = Mean()
         self._verified: dict[int, Mean] = {}
-        self.plain_age = self.FIRST_AGE
+        self._age = self.REMEASURE - self.REMEASURE_LOST  # rounds since a plain step
 
     def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
-        self.plain_age = self.plain_age + 1 if n else 0
+        self._age = self._age + 1 if n else 0
         if draft_ms is not None:
             self._draft.add(draft_ms)
         if n not in self._verified:
             self._verified[n] = Mean()
         self._verified[n].add(verify_ms)
         self._estimate()
+
+    def plain_is_due(self, lost: bool) -> bool:
+        return self._age >= (self.REMEASURE_LOST if lost else self.REMEASURE)
 
     def _estimate(self) -> None:
         given, weight, draft = self._given, self.GIVEN, self._draft

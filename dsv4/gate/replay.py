@@ -34,10 +34,11 @@ class Played:
 def play(rule: Rule, rounds: Iterable[RecordedRound], costs: Costs, accounting: str = "honest") -> Played:
     """Play recorded rounds to a rule, which sees of each only what it would have seen.
 
-    A round yields one token more than are accepted of those verified, and is charged costs.cost(n). One that drafts
-    and verifies nothing is charged draft and plain decoding (honest) or plain decoding only (published). One that does
-    not draft is charged plain decoding, yields a token and tells the rule nothing; so is one that was recorded without
-    a draft. What was not verified when recorded has no known outcome, so n is at most the recorded k.
+    A round yields one token more than are accepted of those verified, and is charged costs.cost(n); the rule is told
+    these times as a running engine would tell it. One that drafts and verifies nothing is charged draft and plain
+    decoding (honest) or plain decoding only (published). One that does not draft is charged plain decoding, yields a
+    token and tells the rule nothing else; so is one that was recorded without a draft. What
+    was not verified when recorded has no known outcome, so n is at most the recorded k.
     """
     if accounting not in ACCOUNTINGS:
         raise InputError(f"accounting: expected one of {', '.join(ACCOUNTINGS)}; found {accounting!r}")
@@ -78,15 +79,18 @@ class Report:
 
 
 def replay(
-    recording: Recording, rule: str = "calibrated", accounting: str = "honest", settings: GateSettings | None = None
-) -> Report:
-    """Play a recording to a rule that starts anew with every prompt. Costs of rule and charge are the settings'."""
-    settings = settings if settings is not None else GateSettings()
+    recording: Recording, rule: str = "calibrated", accounting: str = "honest", settings: GateSettings | None = None,
+    costs: Costs | None = None,
+) -> Report:  # fmt: skip
+    """Play a recording to a rule that starts anew with every prompt, and with the settings' costs.
+
+    costs: what is charged (default: those of the measured machine), whatever the rule believes.
+    """
 
     def fresh(prompt: str) -> Rule:
         return make_rule(rule, recording.block_size, settings, prior_for(recording.source, prompt))
 
-    return _report(recording, fresh, Costs.of(settings), accounting)
+    return _report(recording, fresh, costs or Costs(), accounting)
 
 
 def _report(recording: Recording, fresh: Callable[[str], Rule], costs: Costs, accounting: str) -> Report:
@@ -97,7 +101,7 @@ def variations(settings: GateSettings) -> Iterator[tuple[str, str, dict]]:
     """(setting, value, arguments that change it) with every setting of `calibrated` halved and doubled.
 
     decay by the memory it gives, 1 / (1 - decay) rounds; margin by its excess over 1. The costs are those the rule
-    believes. A threshold and a floor of 0 stay 0 and are left out.
+    starts from. A threshold and a floor of 0 stay 0 and are left out.
     """
     memory = 1.0 / (1.0 - settings.decay) if settings.decay < 1 else math.inf
     for factor in (0.5, 2.0):
@@ -114,9 +118,10 @@ def variations(settings: GateSettings) -> Iterator[tuple[str, str, dict]]:
             yield f"prior {name}", f"x {factor:g}", {"scale": (name, factor)}
 
 
-def vary(recording: Recording, settings: GateSettings, accounting: str = "honest") -> list[tuple[str, str, Report]]:
+def vary(
+    recording: Recording, settings: GateSettings, accounting: str = "honest", costs: Costs | None = None
+) -> list[tuple[str, str, Report]]:
     """(setting, value, report) of `calibrated` with one setting at a time halved and doubled. The charge stays."""
-    costs = Costs.of(settings)
 
     def run(changed: dict) -> Report:
         scale = changed.pop("scale", None)
@@ -128,7 +133,7 @@ def vary(recording: Recording, settings: GateSettings, accounting: str = "honest
                 prior = prior._replace(**{scale[0]: getattr(prior, scale[0]) * scale[1]})
             return Calibrated(recording.block_size, prior=prior, **arguments)
 
-        return _report(recording, fresh, costs, accounting)
+        return _report(recording, fresh, costs or Costs(), accounting)
 
     rows = [(name, value, run(changed)) for name, value, changed in variations(settings)]
     return [("(as set)", "", run({})), *sorted(rows, key=lambda row: row[0])]

@@ -17,8 +17,6 @@ from .settings import GateSettings
 RULES = "calibrated, bucket, always, fixed:N"
 OWN = {"patience": 1.0, "first_wait": 5.0, "probe_share": 0.03}  # settings of `calibrated` that no other rule has
 
-REMEASURE, REMEASURE_LOSING = 64, 16  # rounds until plain decoding's time is to be measured again
-
 
 class Rule:
     """What the engine calls, round by round. `block` is how many tokens a draft has."""
@@ -54,8 +52,8 @@ class Rule:
     def _best(self, chances: Sequence[float], unspeculated: float) -> int:
         """The n of the highest rate, (1 + Σ_{i≤n} Π_{j≤i} chance_j) / cost(n): the tokens to expect per millisecond.
 
-        unspeculated: milliseconds of a round with n = 0. The whole block unless another n is `margin` times as good; the
-        shortest of equals.
+        unspeculated: milliseconds of a round with n = 0. The whole block unless another n is `margin` times as good;
+        the shortest of equals.
         """
         costs = self.costs
         tokens = reached = 1.0
@@ -126,9 +124,9 @@ class Calibrated(Rule):
     a round moves it by its tokens minus its time / plain_ms. Once overdrawn, nothing is drafted for `first_wait`
     rounds, then one draft is tried, a probe. A probe that gains pays off all debts; after one that does not, the wait
     doubles, up to where the probes' drafts take `probe_share` of plain decoding's time. Where the margin of the
-    committed token has proved to tell rounds that gain from others, it decides instead, and probes go on. A round that
-    lost is followed by a plain one where what that takes is not known of late. A floor (min_draft) means that every
-    round speculates.
+    committed token has proved to tell rounds that gain from others, it decides instead, and probes go on. A floor
+    (min_draft) means that every round speculates. Costs are measured as rounds go, for which a plain step is due at
+    times.
     """
 
     def __init__(
@@ -165,8 +163,7 @@ class Calibrated(Rule):
         if self.settings.min_draft or self._skipped >= self.wait:
             return True
         balance = self.balance
-        lost = balance < self.patience / 2.0
-        if self.costs.plain_age >= (REMEASURE_LOSING if lost else REMEASURE):
+        if self.costs.plain_is_due(balance < self.patience / 2.0):
             return False
         verdict = None if margin is None else self.margins.verdict(margin, balance < 0.0)
         return balance >= 0.0 if verdict is None else verdict
