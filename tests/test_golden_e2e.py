@@ -6,13 +6,13 @@ import re
 
 import numpy as np
 import pytest
-from compare import rel_l2, rel_l2_rows
-from ops_cases import NoQuantOps
-from safetensors import safe_open
+from compare import rel_l2_rows
+from ops_cases import NoQuantOps, read_tensors
 
 from dsv4.checkpoint import Checkpoint
 from dsv4.comm import Single
 from dsv4.config import ModelConfig
+from dsv4.formats import bf16_decode
 from dsv4.model import Model
 from dsv4.ops import open_ops
 from dsv4.rows import Rows
@@ -21,6 +21,14 @@ from dsv4.step import Step
 from dsv4.weights import load_weights
 
 CHECKPOINTS = ["nano", "tiny-m", "tiny-tp", "tiny-a", "tiny-b"]
+
+# One flipped 8-bit code early in a prompt moves all of its later steps, so the median step is either clean or far off.
+# On nano and tiny-m, and on tiny-b with its wide limit, it is reliable. On tiny-tp and tiny-a it is not: this
+# implementation against itself, with its linears off by at most 1.5e-7 at random, has medians from 1.9e-7 to 9e-3 and
+# 16 % to 61 % clean steps over four seeds each. There a share of clean steps is asked for instead. A wrong formula
+# leaves none, as the last test shows.
+STEADY = ("nano", "tiny-m", "tiny-b")
+CLEAN = 3e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +65,9 @@ def open_pool(model, max_context, headroom) -> Pool:
 def golden(golden_dir, name, mode) -> dict:
     """{prompt length: {array name: array}}; bf16 arrays as float32."""
     out: dict = {}
-    with safe_open(golden_dir / f"e2e.{name}.{mode}.safetensors", framework="numpy") as file:
-        for key in file.keys():
-            length, field = re.fullmatch(r"p(\d+)\.(.*)", key).groups()
-            array = file.get_tensor(key)
-            out.setdefault(int(length), {})[field] = array.astype(np.float32) if array.dtype.kind not in "iu" else array
+    for key, array in read_tensors(golden_dir / f"e2e.{name}.{mode}.safetensors").items():
+        length, field = re.fullmatch(r"p(\d+)\.(.*)", key).groups()
+        out.setdefault(int(length), {})[field] = bf16_decode(array) if array.dtype == np.uint16 else array
     return out
 
 
@@ -116,7 +122,9 @@ def test_as_users_run_it(name, backend, checkpoint_dir, golden_dir):
         open_model(checkpoint_dir(name), open_ops(backend, threads=2)), golden(golden_dir, name, "fp32")
     )
     assert len(errors) == stats["bf16"]["steps"]
-    assert np.median(errors) <= 3 * max(stats["fp32_acc64"]["step_median"], 1e-6)
+    if name in STEADY:
+        assert np.median(errors) <= 3 * max(stats["fp32_acc64"]["step_median"], 1e-6)
+    assert (errors <= CLEAN).mean() >= 0.15
     assert np.quantile(errors, 0.9) <= stats["bf16"]["step_p90"]
     assert errors.max() <= 3 * stats["bf16"]["step_max"]
     clear = margins > (stats["bf16"]["largest_margin_flipped"] or 0.3)
@@ -132,3 +140,11 @@ def test_report_against_bf16_numerics(name, checkpoint_dir, golden_dir, record_p
     )
     record_property("bf16", f"median {np.median(errors):.2e}, max {errors.max():.2e}, argmax {agree.mean():.3f}")
     assert np.isfinite(errors).all() and np.median(errors) < 0.1
+
+
+@pytest.mark.parametrize("change", [{"hc_sinkhorn_iters": 10}, {"rms_norm_eps": 1e-4}, {"sliding_window": 31}], ids=str)
+def test_a_wrong_formula_leaves_no_step_clean(change, checkpoint_dir, golden_dir):
+    model = open_model(checkpoint_dir("tiny-tp"), open_ops("cpu", threads=2), **change)
+    case = golden(golden_dir, "tiny-tp", "fp32")[33]
+    errors, _, _ = measure(model, {33: case})
+    assert (errors <= CLEAN).mean() == 0 and np.median(errors) > 1e-3
