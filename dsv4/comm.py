@@ -6,17 +6,20 @@ ranks changes no bit. Rank 0 leads: it sends commands, and only it gets logits.
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
+import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
-from .config import World
+from .config import World, default_threads
 from .errors import BackendError
+from .watch import Watch
 
 
 @dataclass
@@ -39,6 +42,9 @@ class Communicator:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self.patience = 600.0  # seconds that ranks wait for each other at the start
+        self.idle = False  # nothing is asked of this rank: whether it stands still does not matter
+        self.turns = 0  # goes up with every exchange and wait: signs of work, see Watch
 
     # ------------------------------------------------------------------ what the model asks for
     def sum_parts(self, y: Any, parts: int) -> Any:
@@ -80,12 +86,12 @@ class Communicator:
             self.send(message, rank)
         return message
 
-    def everyone(self, value: Any, patience: float | None = None) -> list[Any]:
-        """Every rank's value, by rank, on every rank. Raises RankError for one that is not there in so many seconds."""
+    def everyone(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank. Raises RankError for one that does not come within `patience`."""
         if self.rank:
             self.send(pickle.dumps(value), 0)
-            return pickle.loads(self.receive(0, patience=patience))
-        values = [value] + [pickle.loads(self.receive(rank, patience=patience)) for rank in range(1, self.size)]
+            return pickle.loads(self.receive(0, patience=self.patience))
+        values = [value] + [pickle.loads(self.receive(rank, patience=self.patience)) for rank in range(1, self.size)]
         for rank in range(1, self.size):
             self.send(pickle.dumps(values), rank)
         return values
@@ -152,6 +158,158 @@ class Threads(Communicator):
         self.failures.append(text)
 
 
+class Mpi(Communicator):
+    """Ranks that are processes started by mpirun. Data lies in host memory.
+
+    Every wait is a loop of tests, so that signals are heard, an idle rank leaves its core alone, and MPI is never entered
+    by two threads at once.
+    """
+
+    DATA, BEAT, FAILURE = 1, 2, 3  # tags
+    EAGER = 2000  # tests before a waiting rank begins to sleep between them: some milliseconds
+
+    def __init__(self, world: World) -> None:
+        """Raises BackendError where mpi4py is missing, or belongs to another MPI than the launcher."""
+        super().__init__()
+        self.patience = float(world.init_timeout)
+        overdue = threading.Timer(self.patience, self._overdue, (world,))
+        overdue.daemon = True
+        overdue.start()
+        self.mpi = _import_mpi(world)
+        self.comm = self.mpi.COMM_WORLD.Dup()
+        overdue.cancel()
+        self.rank, self.size = world.rank, world.size
+        self._lock = threading.Lock()  # around every call of MPI
+        self._said = threading.Lock()  # taken by the one thread that ends the job
+        self._posted: list[tuple[Any, Any]] = []  # requests in flight, and the buffers they read
+        self._crowded = world.size > default_threads()
+        self.watch = Watch(self)
+        self.watch.start()
+
+    # ------------------------------------------------------------------ transport
+    def swap(self, y: np.ndarray, peer: int) -> np.ndarray:
+        y, other = np.ascontiguousarray(y), np.empty_like(y)
+        self._count(y.nbytes)
+        with self._lock:
+            requests = [self.comm.Irecv(other, peer, self.DATA), self.comm.Isend(y, peer, self.DATA)]
+        self._wait(lambda: self.mpi.Request.Testall(requests))
+        return other
+
+    def send(self, data: Any, to: int) -> None:
+        nbytes = memoryview(data).nbytes
+        self._count(nbytes)
+        with self._lock:
+            request = self.comm.Isend([data, nbytes, self.mpi.BYTE], to, self.DATA)
+        self._wait(request.Test)
+
+    def receive(self, source: int, idle: bool = False, patience: float | None = None) -> bytearray:
+        status = self.mpi.Status()
+        found = self._wait(lambda: self.comm.Iprobe(source, self.DATA, status), idle, patience)
+        if not found:
+            raise RankError(f"rank {source} did not answer within {patience:.0f} s (DSV4_INIT_TIMEOUT)")
+        data = bytearray(status.Get_count(self.mpi.BYTE))
+        with self._lock:
+            request = self.comm.Irecv([data, self.mpi.BYTE], source, self.DATA)
+        self._wait(request.Test)
+        return data
+
+    def _wait(self, done: Callable[[], bool], idle: bool = False, patience: float | None = None) -> bool:
+        """Until done() is true, or `patience` seconds have passed: then False."""
+        tests, start, nap = 0, time.monotonic(), 20e-6
+        while True:
+            with self._lock:
+                if done():
+                    return True
+            tests += 1
+            self.turns += 1
+            if tests > self.EAGER:
+                time.sleep(nap)
+                nap = min(nap * 1.01, 1e-3 if idle else 50e-6)
+                if patience is not None and time.monotonic() - start > patience:
+                    return False
+            elif self._crowded:
+                os.sched_yield()
+
+    # ------------------------------------------------------------------ signs of life, and the end
+    def post_beat(self, to: int, age: float) -> None:
+        """Tell a rank that this one lives, and for how many seconds its work has stood still."""
+        self._post(np.array([age]), to, self.BEAT)
+
+    def _post(self, data: Any, to: int, tag: int) -> None:
+        with self._lock:
+            self._posted = [(request, kept) for request, kept in self._posted if not request.Test()]
+            self._posted.append((self.comm.Isend([data, self.mpi.BYTE], to, tag), data))
+
+    def beats(self) -> list[tuple[int, float]]:
+        """(rank, standstill) of the signs of life that have come."""
+        return [(source, float(np.frombuffer(data)[0])) for source, data in self._arrived(self.BEAT)]
+
+    def failures(self) -> list[tuple[str, int]]:
+        """What other ranks want said before the job ends, with the exit status."""
+        return [pickle.loads(data) for _, data in self._arrived(self.FAILURE)]
+
+    def _arrived(self, tag: int) -> list[tuple[int, bytearray]]:
+        found, status = [], self.mpi.Status()
+        with self._lock:
+            while self.comm.Iprobe(self.mpi.ANY_SOURCE, tag, status):
+                data = bytearray(status.Get_count(self.mpi.BYTE))
+                self.comm.Recv([data, self.mpi.BYTE], status.Get_source(), tag)
+                found.append((status.Get_source(), data))
+        return found
+
+    def fail(self, text: str, status: int, grace: float = 0.0) -> None:
+        if self.rank:
+            time.sleep(grace)
+            self._post(pickle.dumps((text, status)), 0, self.FAILURE)
+            time.sleep(2)  # rank 0 ends the job, and this process with it; unless it cannot
+        self.end(text, status)
+
+    def end(self, text: str, status: int) -> None:
+        """Say it, once, and end all processes."""
+        if not self._said.acquire(blocking=False):
+            time.sleep(5)  # another thread is at it
+        print(text, file=sys.stderr, flush=True)
+        if self._lock.acquire(timeout=1):
+            self.mpi.COMM_WORLD.Abort(status)
+        os._exit(status)
+
+    def _overdue(self, world: World) -> None:
+        if world.rank == 0:
+            print(f"dsv4: error: ranks: expected {world.size} within {self.patience:.0f} s (DSV4_INIT_TIMEOUT); "
+                  "not all of them started MPI", file=sys.stderr, flush=True)  # fmt: skip
+        os._exit(1)
+
+    def close(self) -> None:
+        self.idle = True
+        self.everyone(None)
+        self.watch.over.set()
+        self.watch.join()
+        self.everyone(None)  # no beat is sent after this; those that were are taken before MPI closes
+        self.beats()
+
+
+def _import_mpi(world: World) -> Any:
+    """mpi4py's MPI, which starts MPI. Raises BackendError where it is missing or sees another number of processes."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "serialized"
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendError(
+            f"ranks: {world.size} processes were started, but mpi4py cannot be loaded ({error}); install dsv4[mpi], or "
+            "mpi4py for the MPI of this machine"
+        ) from error
+    if MPI.COMM_WORLD.Get_size() != world.size:
+        raise BackendError(
+            f"ranks: the launcher started {world.size} processes, but mpi4py sees {MPI.COMM_WORLD.Get_size()}: it belongs "
+            f"to another MPI ({MPI.Get_library_version().split(',')[0]}); start with that one's mpirun"
+        )
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise BackendError("ranks: expected an MPI that several threads may call in turn, found one for a single thread")
+    return MPI
+
+
 class Nccl(Communicator):
     """Ranks with a CUDA device each. Arrays travel by NCCL; commands, and the unique id at the start, by `control`.
 
@@ -161,6 +319,7 @@ class Nccl(Communicator):
     def __init__(self, control: Communicator, cupy: Any = None) -> None:
         """cupy: the module, imported when not given. Raises BackendError where it, or NCCL, is not there."""
         super().__init__()
+        self._widths: dict[int, list[int]] = {}  # all ranks' columns, by this rank's
         try:
             if cupy is None:
                 import cupy
@@ -184,10 +343,12 @@ class Nccl(Communicator):
         return sums[0]
 
     def join(self, y: Any) -> Any | None:
-        """Widths may differ by one column: the wider are cut after travelling in rows of equal length."""
+        """Widths may differ; they are asked for once."""
         if self.size == 1 or not len(y):
             return None if self.rank else y
-        widths = self.control.everyone(y.shape[1])
+        if y.shape[1] not in self._widths:
+            self._widths[y.shape[1]] = self.control.everyone(y.shape[1])
+        widths = self._widths[y.shape[1]]
         if self.rank:
             self.comm.send(y.data.ptr, y.size, self.nccl.NCCL_FLOAT32, 0, self._stream())
             self._count(y.nbytes)
@@ -217,4 +378,4 @@ class Nccl(Communicator):
 
 def open_communicator(world: World) -> Communicator:
     """The communicator between the processes of a launcher; Single where there is only this one."""
-    return Single()
+    return Mpi(world) if world.size > 1 else Single()

@@ -59,6 +59,7 @@ class Crew:
     def ready(self) -> None:
         """Wait until all have loaded."""
         self.comm.everyone(None)
+        self.comm.idle = self.leads
 
     # ------------------------------------------------------------------ lead
     @contextmanager
@@ -68,8 +69,10 @@ class Crew:
             yield
             return
         with self.together():
+            self.comm.idle = False
             self._tell(name, *arguments)
             yield
+            self.comm.idle = True
 
     def note(self, operation: str, *arguments: Any) -> None:
         """Have the others repeat an operation of the pool before the next command."""
