@@ -147,6 +147,7 @@ def hc_pre(Team team, h, hc, norm, float norm_eps, bint head):
     a.rows, a.streams, a.dim = hs.shape[0], hs.shape[1], hs.shape[2]
     cdef int outputs = a.streams if head else (2 + a.streams) * a.streams
     cdef bint fits = fn.m.format == FORMAT_F32 and fn.m.n == outputs and fn.m.k == a.streams * a.dim
+    fits = fits and fn.m.weight_stride == 4 * fn.m.k
     if not fits or not 1 <= a.streams <= MAX_STREAMS:
         raise InputError(
             f"hyper-connection: expected fn f32 [{outputs}, {a.streams * a.dim}] and 1 to {MAX_STREAMS} streams, "

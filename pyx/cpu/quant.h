@@ -30,7 +30,6 @@ static inline v16i round_e2m1(v16 x, v16 *value) { return round_small(x, 6.0f, 0
 /* The e8m0 byte of 2^ceil(log2(max(amax, smallest) · c)); 255, NaN, where amax is not finite. */
 static inline int scale_byte(float amax, float smallest, float c)
 {
-    if (!(amax < INFINITY)) return 255;
     uint32_t bits = as_bits((amax > smallest ? amax : smallest) * c);
     return (int)(bits >> 23) + ((bits & 0x7fffff) != 0);
 }
@@ -40,7 +39,7 @@ static inline float inverse_of(int byte) { return byte == 255 ? NAN : as_float((
 static inline v16 load_some(const float *p, int n) { return n >= 16 ? v16_load(p) : v16_load_n(p, n); }
 static inline void store_some(float *p, v16 x, int n) { if (n >= 16) v16_store(p, x); else v16_store_n(p, x, n); }
 
-/* Largest magnitude of n floats; infinity if one is NaN. */
+/* Largest magnitude of n floats; infinity where one is NaN. */
 static inline float largest_of(const float *x, int n)
 {
     v16i most = v16i_set1(0);
