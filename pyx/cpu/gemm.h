@@ -204,9 +204,9 @@ static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float
         chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * CHUNK);
 }
 
-/* Adds one chunk of a strip, outputs c0 .. c0+nn−1 of it, to sums [row][STRIP]; x[row] + at are its inputs. */
-static void FN(add_chunk)(const struct FN(chunk) *chunk, int c0, int nn, const float *const *x, int64_t at, int rows,
-                          int64_t len, int first, float *sums)
+/* Adds one chunk of a strip to sums [row][STRIP], or begins them; x[row] + at are its inputs. */
+static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *const *x, int64_t at, int rows, int64_t len,
+                          int first, float *sums)
 {
     for (int r = 0; r < rows; r += V16_ROWS) {
         const int live = rows - r < V16_ROWS ? rows - r : V16_ROWS;
@@ -217,7 +217,7 @@ static void FN(add_chunk)(const struct FN(chunk) *chunk, int c0, int nn, const f
             done = FN(dot_any)(chunk->format, live, chunk->weight + c, chunk->scale + c, xs, len, sum);
             for (int i = 0; i < live; i++)
                 for (int j = 0; j < done && c + j < nn; j++) {
-                    float *to = sums + (r + i) * STRIP + c0 + c + j;
+                    float *to = sums + (r + i) * STRIP + c + j;
                     *to = first ? sum[i * done + j] : *to + sum[i * done + j];
                 }
         }
@@ -230,18 +230,15 @@ static void FN(strip)(const struct matrix *w, int64_t n0, int nn, const float *c
     float tile[STRIP * CHUNK];
     struct FN(chunk) chunk;
     const int64_t width = w->k / slices;
-    const int step = rows > FEW ? STRIP : 4; /* few rows: memory decides, and it likes few streams */
-    for (int c = 0; c < nn; c += step)
-        for (int s = 0; s < slices; s++)
-            for (int64_t k = 0; k < width; k += CHUNK) {
-                const int64_t len = width - k < CHUNK ? width - k : CHUNK, at = s * width + k;
-                const int live = nn - c < step ? nn - c : step;
-                if (rows > FEW || !FN(look)(&chunk, w, n0 + c, live, at, len, 1)) {
-                    FN(look)(&chunk, w, n0 + c, live, at, len, 0);
-                    FN(decode_chunk)(&chunk, live, len, tile);
-                }
-                FN(add_chunk)(&chunk, c, live, x, at, rows, len, k == 0, sums + (int64_t)s * rows * STRIP);
+    for (int s = 0; s < slices; s++)
+        for (int64_t k = 0; k < width; k += CHUNK) {
+            const int64_t len = width - k < CHUNK ? width - k : CHUNK, at = s * width + k;
+            if (rows > FEW || !FN(look)(&chunk, w, n0, nn, at, len, 1)) {
+                FN(look)(&chunk, w, n0, nn, at, len, 0);
+                FN(decode_chunk)(&chunk, nn, len, tile);
             }
+            FN(add_chunk)(&chunk, nn, x, at, rows, len, k == 0, sums + (int64_t)s * rows * STRIP);
+        }
 }
 
 /* The binary tree over slices that lie `stride` floats apart: ((0 + 1) + (2 + 3)) + .. */
