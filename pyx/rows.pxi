@@ -288,7 +288,7 @@ def attend(Team team, q, sink, list parts):
         keys += a.parts[i].count
     out = empty((a.rows, a.heads, a.dim), float32)
     a.out = <float *>take(out, c"f", qs.shape[0] * qs.shape[1] * qs.shape[2], True)
-    threads = team.share(2.0 * a.rows * (a.heads + 1) * keys * a.dim)
+    threads = team.share(2.0 * a.rows * a.heads * keys * a.dim)
     scratch = empty(threads * attend_scratch(a.heads, a.dim) + 16, float32)
     a.scratch = aligned(scratch)
     team.run(team.kernels.attend, &a, threads)
