@@ -112,7 +112,7 @@ cdef class Team:
         return 0
 
     cdef int share(self, double work) noexcept:
-        """Threads worth waking for `work` multiply-adds: below some microseconds a second one costs more than it gives."""
+        """Threads worth waking for `work` multiply-adds: for a few microseconds of work a second one is no help."""
         return self.threads if work >= 100e3 else 1
 
 

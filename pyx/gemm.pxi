@@ -23,7 +23,7 @@ cdef class Matrix:
             raise BackendError(f"matrix: expected fmt one of {', '.join(FORMATS)}, found {fmt!r}")
         if weight.ndim != 2 or weight.itemsize != ITEM_SIZES[fmt]:
             raise CheckpointError(
-                f"{fmt} weight: expected two dimensions of {ITEM_SIZES[fmt]}-byte items, found {weight.dtype} {weight.shape}"
+                f"{fmt} weight: expected 2 dimensions of {ITEM_SIZES[fmt]}-byte items, found {weight.dtype} {weight.shape}"
             )
         n, k = weight.shape
         expected = None
@@ -36,7 +36,7 @@ cdef class Matrix:
                 raise CheckpointError(f"fp4 weight: expected K in groups of 32, found K = {k}")
         found = None if scale is None else tuple(scale.shape)
         if found != expected or (scale is not None and scale.itemsize != 1):
-            raise CheckpointError(f"{fmt} weight [{n}, {k}]: expected a scale of one-byte items {expected}, found {found}")
+            raise CheckpointError(f"{fmt} weight [{n}, {k}]: expected a one-byte scale {expected}, found {found}")
         self.fmt, self.shape = fmt, (n, k)
         self.weight = Buffer(weight, strided=True)
         self.m.format = FORMATS[fmt]
@@ -211,7 +211,7 @@ def moe(Team team, x, ids, weights, Bank bank, float limit, int slices):
     if (ns.view.ndim != 2 or ns.view.format[0] != c"i" or ns.view.shape[0] != rows or ns.view.shape[1] != k
             or ws.view.shape[0] != rows):
         raise InputError(
-            f"moe: expected ids int32 and weights float32 [{rows}, k], found {ids.dtype} {ids.shape} and {weights.shape}"
+            f"moe: expected ids int32 and weights float32 [{rows}, k], found {ids.dtype} {ids.shape}, {weights.shape}"
         )
     y = empty((rows, bank.dim), float32)
     if rows == 0:

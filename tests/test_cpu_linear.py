@@ -249,7 +249,7 @@ def test_wrong_inputs_are_named():
         (lambda: cpu.linear(x, w, 4), InputError, "128"),
         (lambda: cpu.grouped_linear(x, w, 3), InputError, "3 equal groups"),
         (lambda: cpu.matrix("fp8", np.zeros((40, 256), np.uint8)), CheckpointError, "scale"),
-        (lambda: cpu.matrix("fp8", np.zeros((40, 256), np.uint8), np.zeros((1, 3), np.uint8)), CheckpointError, "(1, 2)"),
+        (lambda: cpu.matrix("fp8", np.zeros((9, 256), np.uint8), np.zeros((1, 3), np.uint8)), CheckpointError, "(1, 2)"),
         (lambda: cpu.matrix("fp4", np.zeros((4, 8), np.uint8), np.zeros((4, 1), np.uint8)), CheckpointError, "K = 16"),
         (lambda: cpu.matrix("bf16", np.zeros((4, 8), np.float32)), CheckpointError, "2-byte"),
         (lambda: cpu.matrix("int4", np.zeros((4, 8), np.uint8)), BackendError, "int4"),

@@ -1,4 +1,4 @@
-"""The experts on the CPU: they are linears and activations in a fixed order, whatever the rows, threads and instruction set."""
+"""The experts on the CPU: linears and activations in a fixed order, whatever the rows, threads and instruction set."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,8 @@ def test_experts_are_linears_in_ascending_order(cpu, case):
     for t in range(5):
         row = x[t : t + 1]
         sums = [np.zeros((1, d), np.float32) for _ in range(slices)]
-        parts = [expert(row, routed[e], weight[t, j : j + 1]) for j, e in enumerate(ids[t])] + [expert(row, shared, None)]
+        parts = [expert(row, routed[e], weight[t, j : j + 1]) for j, e in enumerate(ids[t])]
+        parts.append(expert(row, shared, None))
         for slice_parts in parts:
             sums = [s + p for s, p in zip(sums, slice_parts)]
         while len(sums) > 1:

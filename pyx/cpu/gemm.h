@@ -140,13 +140,14 @@ static int FN(any_nan)(const uint8_t *codes, int64_t len)
 
 /* Outputs n0 .. n0+nn−1, inputs k .. k+len−1. raw: for decoding in registers, FP8 scales get the 256 that v16_e4m3_raw
  * leaves out; 0 where that is not exact or a code is a NaN. */
-static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0, int nn, int64_t k, int64_t len, int raw)
+static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0, int nn, int64_t k, int64_t len,
+                    int raw)
 {
     const int bytes = FN(group_bytes)[w->format], fp8 = w->format == FORMAT_FP8;
     int ok = 1;
     chunk->format = w->format;
     for (int c = 0; c < (nn + 3) / 4 * 4; c++) {
-        const int64_t n = n0 + (c < nn ? c : nn - 1); /* dot takes up to four: the last one again, its sums are not kept */
+        const int64_t n = n0 + (c < nn ? c : nn - 1); /* dot takes four: the last one again fills up */
         chunk->weight[c] = w->weight + n * w->weight_stride + k * bytes / GROUP;
         if (fp8 && raw && FN(any_nan)(chunk->weight[c], len)) ok = 0;
         if (c && (c >= nn || (fp8 && n % 128))) {
@@ -164,7 +165,7 @@ static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0,
     return ok;
 }
 
-/* len weights of one output as floats; the last group is filled up with zeros. Unlike decode it knows every scale and NaN. */
+/* len weights of one output as floats, the last group filled up with zeros. Unlike decode it knows every scale and NaN. */
 INLINE void FN(decode_row)(const int format, const uint8_t *p, const float *scale, int64_t len, float *out)
 {
     const int bytes = FN(group_bytes)[format], scaled = format == FORMAT_FP8 || format == FORMAT_FP4;
@@ -205,8 +206,8 @@ static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float
 }
 
 /* Adds one chunk of a strip to sums [row][STRIP], or begins them; x[row] + at are its inputs. */
-static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *const *x, int64_t at, int rows, int64_t len,
-                          int first, float *sums)
+static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *const *x, int64_t at, int rows,
+                          int64_t len, int first, float *sums)
 {
     for (int r = 0; r < rows; r += V16_ROWS) {
         const int live = rows - r < V16_ROWS ? rows - r : V16_ROWS;
@@ -225,7 +226,8 @@ static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *co
 }
 
 /* sums[slice][row][STRIP] of outputs n0 .. n0+nn−1 (nn <= STRIP) for rows <= BLOCK rows x[row], each [w->k]. */
-static void FN(strip)(const struct matrix *w, int64_t n0, int nn, const float *const *x, int rows, int slices, float *sums)
+static void FN(strip)(const struct matrix *w, int64_t n0, int nn, const float *const *x, int rows, int slices,
+                      float *sums)
 {
     float tile[STRIP * CHUNK];
     struct FN(chunk) chunk;
@@ -255,7 +257,8 @@ static void FN(linear)(void *args, int tid, int n)
 {
     const struct linear_args *a = args;
     const struct matrix *w = a->w;
-    const int64_t width = w->n / a->groups, strips = (width + STRIP - 1) / STRIP, blocks = (a->rows + BLOCK - 1) / BLOCK;
+    const int64_t width = w->n / a->groups, strips = (width + STRIP - 1) / STRIP;
+    const int64_t blocks = (a->rows + BLOCK - 1) / BLOCK;
     float sums[MAX_SLICES * BLOCK * STRIP];
     int64_t first, last;
     team_share(a->groups * strips * blocks, tid, n, &first, &last);

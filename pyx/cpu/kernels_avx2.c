@@ -1,4 +1,5 @@
-/* The kernels for AVX2 + FMA + F16C. The target is set here, not on the command line: nothing else may use these instructions. */
+/* The kernels for AVX2 + FMA + F16C.
+ * The target is set here, not on the command line: nothing else may use these instructions. */
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)

@@ -1,7 +1,9 @@
-/* The kernels for AVX-512 F + BW + DQ + VL. The target is set here, not on the command line: nothing else may use these instructions. */
+/* The kernels for AVX-512 F + BW + DQ + VL.
+ * The target is set here, not on the command line: nothing else may use these instructions. */
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif

@@ -27,7 +27,7 @@ static void FN(swiglu)(void *args, int tid, int n)
     int64_t first, last;
     team_share(a->rows, tid, n, &first, &last);
     for (int64_t t = first; t < last; t++)
-        FN(swiglu_row)(a->g + t * a->n, a->u + t * a->n, a->weight ? a->weight[t] : 1.0f, a->limit, a->y + t * a->n, a->n);
+        FN(swiglu_row)(a->g + t * a->n, a->u + t * a->n, a->weight ? a->weight[t] : 1, a->limit, a->y + t * a->n, a->n);
 }
 
 static void FN(moe_inputs)(const struct moe_args *a, int tid, int n)
@@ -59,7 +59,8 @@ static void FN(moe_inner)(const struct moe_args *a, int64_t use, int64_t block)
             for (int which = 0; which < 2; which++) {
                 const int nn = width - c < STRIP ? width - c : STRIP;
                 FN(strip)(which ? w3 : w1, k + c, nn, x, rows, 1, sums);
-                for (int r = 0; r < rows; r++) memcpy(&gates[which][r][c], sums + r * STRIP, sizeof(float) * (size_t)nn);
+                for (int r = 0; r < rows; r++)
+                    memcpy(&gates[which][r][c], sums + r * STRIP, sizeof(float) * (size_t)nn);
             }
         for (int r = 0; r < rows; r++) {
             float act[E4M3_BLOCK], *out = a->act + (e + r) * a->inner + k;
@@ -85,9 +86,10 @@ static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, flo
                 const int nn = width - c0 < STRIP ? width - c0 : STRIP;
                 FN(strip)(w2, n0 + c0, nn, x, rows, a->slices, sums);
                 for (int s = 0; s < a->slices; s++)
-                    for (int r = 0; r < rows; r++)
-                        for (int c = 0; c < nn; c++)
-                            totals[(s * a->rows + a->row[e + r]) * MOE_WIDTH + c0 + c] += sums[(s * rows + r) * STRIP + c];
+                    for (int r = 0; r < rows; r++) {
+                        float *total = totals + (s * a->rows + a->row[e + r]) * MOE_WIDTH + c0;
+                        for (int c = 0; c < nn; c++) total[c] += sums[(s * rows + r) * STRIP + c];
+                    }
             }
         }
     }

@@ -15,7 +15,7 @@ static inline v16 v16_exp(v16 x)
 {
     x = v16_max(v16_set1(-104.0f), v16_min(v16_set1(89.0f), x));
     v16 n = v16_round(v16_mul(x, v16_set1(0x1.715476p+0f)));
-    v16 r = v16_fma(n, v16_set1(-0x1.62e4p-1f), x); /* ln 2 in two parts; the first has few bits, so n · part is exact */
+    v16 r = v16_fma(n, v16_set1(-0x1.62e4p-1f), x); /* ln 2 in two parts, n · the first exact */
     r = v16_fma(n, v16_set1(-0x1.7f7d1cp-20f), r);
     v16 p = v16_set1(0x1.6850e4p-10f);
     p = v16_fma(p, r, v16_set1(0x1.123bccp-7f));
