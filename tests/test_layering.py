@@ -81,7 +81,9 @@ def test_checkpoint_names_live_in_one_place():
 
 
 def test_files_stay_readable():
-    kernels = [p for d in ("pyx", "cuda") for p in (ROOT / d).rglob("*") if p.suffix in {".pyx", ".pxi", ".c", ".h", ".cu", ".cuh"}]
+    kinds = {".pyx", ".pxi", ".c", ".h", ".cu", ".cuh"}
+    kernels = [p for d in ("pyx", "cuda") for p in (ROOT / d).rglob("*") if p.suffix in kinds]
+    kernels = [p for p in kernels if not (p.suffix == ".c" and p.with_suffix(".pyx").exists())]  # what Cython makes
     for path in [*SOURCES, *kernels]:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 500, path
 
