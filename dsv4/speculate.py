@@ -73,7 +73,7 @@ class Round:
 
 @dataclass
 class Counters:
-    """What a generation drafted. A skipped round decoded plainly; margin_skipped ones did not even draft."""
+    """What a generation drafted. The gate skipped a round that decoded plainly, before the draft if margin_skipped."""
 
     rounds: int = 0
     drafted: int = 0
@@ -81,12 +81,12 @@ class Counters:
     skipped_rounds: int = 0
     margin_skipped_rounds: int = 0
 
-    def count(self, step: Round) -> None:
+    def count(self, step: Round, gated: bool) -> None:
         self.rounds += 1
         self.drafted += step.length
         self.accepted += step.accepted
-        self.skipped_rounds += step.length == 0
-        self.margin_skipped_rounds += step.draft is None
+        self.skipped_rounds += gated and step.length == 0
+        self.margin_skipped_rounds += gated and step.draft is None
 
     def as_dict(self) -> dict:
         rate = self.accepted / self.drafted if self.drafted else 0.0
@@ -127,7 +127,7 @@ class Speculator:
         found.draft_s = time.perf_counter() - start
 
     def _learn(self, found: Round) -> None:
-        self.counters.count(found)
+        self.counters.count(found, gated=self.gate is not None)
         if self.gate is not None:
             drafted = found.draft is not None
             self.gate.observe(1e3 * found.draft_s if drafted else None, found.length, 1e3 * found.verify_s)
