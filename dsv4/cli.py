@@ -15,6 +15,7 @@ from .bench.cli import bench
 from .cli_gate import gate
 from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import Bars, engine_options, load_engine, prompt_options, read_prompt, say
+from .cli_synth import synth
 from .errors import Dsv4Error
 from .parity import MARGIN
 
@@ -42,6 +43,7 @@ def cli():
 cli.add_command(bench)
 cli.add_command(determinism)
 cli.add_command(gate)
+cli.add_command(synth)
 
 
 @cli.command()

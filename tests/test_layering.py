@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors", "files", "config", "rope", "checkpoint", "formats", "ops", "split", "parameters", "weights", "watch", "comm", "rows", "plan", "snapshot",
     "state", "crew", "step", "model", "dspark", "gate", "speculate", "session", "sampling", "tokenizer", "loading", "generate", "engine", "ranks", "inspection", "parity", "logits", "determinism",
-    "cli_support", "cli_spec", "bench", "cli_gate", "cli",
+    "cli_support", "cli_spec", "synth", "bench", "cli_gate", "cli_synth", "cli",
 ]  # fmt: skip
 
 
