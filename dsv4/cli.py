@@ -14,17 +14,20 @@ from . import __version__
 from .bench.cli import bench
 from .cli_gate import gate
 from .cli_spec import Recorder, determinism, spec_options
-from .cli_support import Bars, engine_options, load_engine, prompt_options, read_prompt, say
+from .cli_support import Bars, engine_options, load_engine, prompt_options, quiet_follower, read_prompt, say
 from .cli_synth import synth
+from .config import World
 from .errors import Dsv4Error
 from .parity import MARGIN
 
 HELP = {"help_option_names": ["-h", "--help"]}
+ENGINE_COMMANDS = ("bench", "determinism", "generate", "logits")  # what several ranks do together
 
 
 @click.group(context_settings=HELP)
 @click.version_option(__version__, prog_name="dsv4")
-def cli():
+@click.pass_context
+def cli(ctx):
     """Run DeepSeek-V4-Flash checkpoints, in the format they are published in.
 
     A model is a checkpoint directory, or "nano": a tiny model that travels with the package.
@@ -37,7 +40,11 @@ def cli():
 
     Settings that are not given as options may come from the environment: DSV4_BACKEND, DSV4_THREADS,
     DSV4_MAX_CONTEXT, DSV4_MAX_SESSIONS, DSV4_CHUNK, DSV4_DEBUG.
+
+    Started by mpirun, the processes run one model together.
     """
+    if World.from_env().rank and ctx.invoked_subcommand not in ENGINE_COMMANDS:
+        ctx.exit()  # rank 0 does it
 
 
 cli.add_command(bench)
@@ -239,6 +246,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command → its exit status: 2 for what the user can mend (one line on stderr), 130 after Ctrl-C."""
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?" instead of failing
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    with quiet_follower():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         with cli.make_context("python -m dsv4", arguments) as context:
             cli.invoke(context)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import wraps
 from pathlib import Path
 
 import click
 
+from .config import World
 from .errors import InputError
 
 ENGINE_OPTIONS = (
@@ -57,7 +61,9 @@ def prompt_options(command):
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None, tokens: str | None) -> str | list[int]:
-    """The one prompt that was given: text or token ids."""
+    """The one prompt that was given: text or token ids. Only rank 0 reads it."""
+    if World.from_env().rank:
+        return []
     if sum(given is not None for given in (prompt, prompt_file, tokens)) != 1:
         raise click.UsageError("give one of --prompt, --prompt-file, --tokens")
     if prompt is not None:
@@ -91,6 +97,22 @@ def load_engine(model: str, settings: dict, progress):
     start = time.perf_counter()
     engine = Engine.load(model, progress=progress, **settings)
     return engine, time.perf_counter() - start
+
+
+@contextmanager
+def quiet_follower():
+    """Of several ranks started together only rank 0 speaks; another one does if rank 0 has not, and it cannot go on."""
+    if World.from_env().rank == 0:
+        yield
+        return
+    words = io.StringIO()
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(words):
+        try:
+            yield
+        finally:
+            if words.getvalue():
+                time.sleep(2)
+                print(words.getvalue(), end="", file=sys.__stderr__, flush=True)
 
 
 def say(text: str, end: str = "\n") -> None:

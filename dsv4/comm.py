@@ -6,6 +6,7 @@ ranks changes no bit. Rank 0 leads: it sends commands, and only it gets logits.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import queue
@@ -172,12 +173,11 @@ class Mpi(Communicator):
         """Raises BackendError where mpi4py is missing, or belongs to another MPI than the launcher."""
         super().__init__()
         self.patience = float(world.init_timeout)
-        overdue = threading.Timer(self.patience, self._overdue, (world,))
-        overdue.daemon = True
-        overdue.start()
+        # MPI starts when all ranks have come, and holds the interpreter meanwhile: only this can end a wait in vain.
+        faulthandler.dump_traceback_later(self.patience, exit=True, file=2)
         self.mpi = _import_mpi(world)
         self.comm = self.mpi.COMM_WORLD.Dup()
-        overdue.cancel()
+        faulthandler.cancel_dump_traceback_later()
         self.rank, self.size = world.rank, world.size
         self._lock = threading.Lock()  # around every call of MPI
         self._said = threading.Lock()  # taken by the one thread that ends the job
@@ -268,16 +268,10 @@ class Mpi(Communicator):
         """Say it, once, and end all processes."""
         if not self._said.acquire(blocking=False):
             time.sleep(5)  # another thread is at it
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=sys.__stderr__, flush=True)
         if self._lock.acquire(timeout=1):
             self.mpi.COMM_WORLD.Abort(status)
         os._exit(status)
-
-    def _overdue(self, world: World) -> None:
-        if world.rank == 0:
-            print(f"dsv4: error: ranks: expected {world.size} within {self.patience:.0f} s (DSV4_INIT_TIMEOUT); "
-                  "not all of them started MPI", file=sys.stderr, flush=True)  # fmt: skip
-        os._exit(1)
 
     def close(self) -> None:
         self.idle = True

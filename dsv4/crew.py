@@ -6,6 +6,7 @@ since the last command (pages reserved, slots copied) travels with it. Sessions,
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import platform
@@ -60,6 +61,8 @@ class Crew:
         """Wait until all have loaded."""
         self.comm.everyone(None)
         self.comm.idle = self.leads
+        if self.leads:
+            atexit.register(self.stop)  # however rank 0 ends, the others do too
 
     # ------------------------------------------------------------------ lead
     @contextmanager
@@ -81,6 +84,7 @@ class Crew:
 
     def stop(self) -> None:
         """Send the others home."""
+        atexit.unregister(self.stop)
         if self.leads:
             self._tell(STOP)
         self.comm.close()

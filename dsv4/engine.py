@@ -122,11 +122,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
-        """Close; an exception ends the job on all ranks, with its message once."""
-        if self.crew.leads and isinstance(error, (Exception, KeyboardInterrupt)) and not isinstance(error, BrokenPipeError):
-            with self.crew.together():
-                raise error
+    def __exit__(self, *exc) -> None:
         self.close()
 
     def session(self) -> Session:

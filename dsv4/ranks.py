@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .config import World
 from .engine import Engine
+from .errors import ConfigError
 
 
 def serve(path: str | Path | None = None, **settings) -> None:
-    """Load what rank 0 loads and repeat what its engine does, until that is closed.
+    """On ranks other than 0: load what rank 0 loads and repeat what its engine does, until that is closed.
 
     path, settings: as for Engine.load; by default rank 0's. They may name another directory that holds the same
-    checkpoint. Raises SystemExit on rank 0 itself: that one calls Engine.load.
+    checkpoint. Raises ConfigError on rank 0: that one calls Engine.load.
     """
+    world = World.from_env()
+    if world.rank == 0:
+        raise ConfigError(f"serve: expected a rank other than 0, found rank 0 of {world.size}; call Engine.load there")
     engine = Engine.join(path, **settings)
     engine.crew.follow(engine)

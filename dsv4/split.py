@@ -38,7 +38,7 @@ class Split:
         if size > 1 and attention == experts == 1:
             counts = [str(n) for n in COUNTS if n == 1 or max(_parts(config, n)) == n]
             raise ConfigError(
-                f"ranks: expected {' or '.join(counts)}, found {size}: the attention of this model is a sum of "
+                f"ranks: expected one of {', '.join(counts)}; found {size}: the attention of this model is a sum of "
                 f"{config.attention_slices} slices and its experts of {config.moe_slices}; start fewer processes"
             )
         return cls(
