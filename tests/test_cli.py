@@ -399,10 +399,11 @@ def test_bench_measures(run):
     records = json.loads(out)
     assert status == 0
     found = [(record["name"], record.get("tokens")) for record in records]
-    assert found == [("load", None), *[(n, t) for t in (16, 40) for n in ("prefill", "decode")], ("memory", None)]
+    assert found == [("load", None), *[(n, t) for t in (16, 40) for n in ("prefill", "decode")],
+                     ("exchange", None), ("memory", None)]  # fmt: skip
     for record in records:
         assert {"model", "backend", "threads", "cpu", "cores", "isa", "python", "numpy"} <= record.keys()
-        assert record["name"] == "memory" or record["seconds"] > 0
+        assert record["name"] in ("exchange", "memory") or record["seconds"] > 0
         assert "tokens" not in record or record["tokens_per_s"] > 0
     assert records[-1]["peak_bytes"] > 1e7
     status, table, _ = run("bench", *options)

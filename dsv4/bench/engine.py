@@ -48,6 +48,23 @@ def decode(engine: Engine, context: int, steps: int) -> dict:
     return {"name": "decode", "tokens": context, "seconds": median, "seconds_p90": slow, "tokens_per_s": 1 / median}
 
 
+def exchange(engine: Engine, context: int, steps: int) -> dict:
+    """What each rank sends to decode one token, and the bytes of the weights that rank 0 holds."""
+    with engine.session() as session:
+        logits = session.prefill(prompt(engine.config.vocab_size, context))
+        before = engine.traffic()
+        for _ in range(steps):
+            logits = session.decode(sample(logits, GREEDY, session.position))
+        pairs = list(zip(before, engine.traffic()))
+    return {
+        "name": "exchange",
+        "ranks": len(pairs),
+        "weight_bytes": engine.plan.weights,
+        "messages_per_token": [(b.messages - a.messages) / steps for a, b in pairs],
+        "bytes_per_token": [(b.bytes - a.bytes) / steps for a, b in pairs],
+    }
+
+
 def measure(
     model: str,
     settings: dict,
@@ -56,7 +73,8 @@ def measure(
     steps: int,
     progress: Callable | None = None,
 ) -> list[dict]:
-    """Load a model and measure it: records "load", "prefill" and "decode" per context, "memory", each with the machine.
+    """Load a model and measure it: records "load", "prefill" and "decode" per context, "exchange" and "memory", each with
+    the machine.
 
     contexts: None takes those of CONTEXTS that fit; raises InputError for one that does not. A warm-up goes before.
     """
@@ -75,6 +93,7 @@ def measure(
         records += [prefill(engine, context, repeats), decode(engine, context, steps)]
         if progress:
             progress("measure", number + 1, len(contexts))
+    records.append(exchange(engine, contexts[0], min(steps, 16)))
     records.append({"name": "memory", "peak_bytes": machine.peak_memory(), "planned_state_bytes": engine.plan.state})
     setting = {"model": str(model), "backend": engine.run.backend, "threads": engine.run.threads, "chunk": engine.chunk}
     ops = engine.model.ops
