@@ -18,7 +18,7 @@ from typing import Callable, Iterator
 
 import numpy as np
 
-from .checkpoint import DTYPES, INDEX
+from .checkpoint import DTYPES, INDEX, TensorInfo
 from .config import Dspark, ModelConfig, Yarn
 from .engine import model_directory
 from .errors import CapacityError, ConfigError
@@ -293,3 +293,35 @@ def _choices(rng: np.random.Generator, count: int, k: int, experts: int) -> np.n
     bounds = np.arange(k + 1) * experts // k
     low, high = np.broadcast_arrays(bounds[:-1], bounds[1:])
     return rng.integers(low, high, (count // k, k), dtype=np.int64)
+
+
+# ---------------------------------------------------------------------- without files
+class Drawn:
+    """The recipe's checkpoint in memory, a tensor drawn when it is asked for: what load_weights needs of a Checkpoint."""
+
+    def __init__(self, recipe: Recipe):
+        self.directory, self._seed = "synth", recipe.seed
+        self._tensors = {name: tensor for shard in recipe.shards().values() for name, tensor in shard.items()}
+        self.total_bytes = recipe.total_bytes()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        tensor = self._tensors[name]
+        return TensorInfo(tensor.dtype, tensor.shape, "memory", 0, _nbytes(tensor))
+
+    def view(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
+        tensor = self._tensors[name]
+        data = np.empty(_nbytes(tensor), np.uint8)
+        at = 0
+        for block in draw(name, tensor, self._seed):
+            data[at : at + len(block)] = np.frombuffer(block, np.uint8)
+            at += len(block)
+        return data.view(DTYPES[tensor.dtype]).reshape(tensor.shape)[part]
+
+    def check_values(self, name: str, below: int = 0, part: tuple[slice, ...] | None = None) -> None:
+        """Nothing to find: what is drawn is valid."""

@@ -154,3 +154,4 @@ cdef Buffer floats(array, int64_t columns):
 
 include "gemm.pxi"
 include "rows.pxi"
+include "bench.pxi"

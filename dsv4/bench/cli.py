@@ -80,6 +80,127 @@ def speculate(model, tokens, repeats, picture, as_json, settings):
         render(records)
 
 
+def _counts(ctx, param, value: str | None) -> list[int] | None:
+    found = _lengths(ctx, param, value)
+    if found and min(found) < 1:
+        raise click.BadParameter(f"expected numbers of threads >= 1; found {value!r}")
+    return found
+
+
+def _kernel_options(command):
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of a table."),
+        click.option("--repeats", type=click.IntRange(min=1), metavar="N", help="Calls timed; their median counts."),
+        click.option(
+            "--threads", callback=_counts, metavar="N,N,…", help="Numbers of threads. Default: 1, and as many as there are."
+        ),
+        click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Routed experts of a layer."),
+        click.option(
+            "--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="Whose sizes to take."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _measure_kernels(measure, like: str, experts: int | None, repeats: int | None, as_json: bool, threads) -> None:
+    from ..synth import Recipe, read_config
+    from . import machine
+
+    config = Recipe.of(read_config(like), experts=experts).config
+    with Bars() as bars:
+        records = measure(config, threads, progress=bars, **({"repeats": repeats} if repeats else {}))
+    where = {"like": like, **machine.describe()}
+    if as_json:
+        say(json.dumps([record | where for record in records], indent=1))
+    else:
+        _kernel_table(records, where)
+
+
+@bench.command("experts")
+@_kernel_options
+def experts_command(**options):
+    """Routed experts and the indexer, cold in memory, beside the speed at which memory can be read.
+
+    Weights are random and made in memory: no checkpoint is needed. One row chooses as many experts as a token does;
+    then 6 rows, of the same experts and of others each. Indexer: scores of so many compressed entries, the best chosen.
+
+    \b
+    Examples:
+      python -m dsv4 bench experts
+      python -m dsv4 bench experts --threads 1 --json
+
+    \b
+    JSON records: name, threads, rows, seconds (median), bytes (that must be read), gbs, bandwidth_gbs (measured in the
+    same run), ratio (of the two); experts, to_one_row (seconds to those of one row), entries, ns_per_entry; the machine.
+    """
+    from .experts import experts
+
+    _measure_kernels(experts, **options)
+
+
+@bench.command("layer")
+@_kernel_options
+def layer_command(**options):
+    """A whole layer of every kind after 8,192 positions, and what that makes of the whole model.
+
+    One row, then 6 rows with 6 to 36 different experts among them beside the line base + slope · experts.
+
+    \b
+    JSON records: as of `bench experts`; line_seconds and to_line (measured to it); the record "whole model" has
+    tokens_per_s and limit_tokens_per_s, at which its bytes could be read.
+    """
+    from .layers import layers
+
+    _measure_kernels(layers, **options)
+
+
+@bench.command("prefill")
+@_kernel_options
+def prefill_command(**options):
+    """512 rows through a layer with all its experts, beside NumPy's float32 matrix product. Takes 4 GB.
+
+    \b
+    JSON records: as of `bench experts`, but ratio is of gflops and matmul_gflops; rows_per_s.
+    """
+    from .layers import prefill
+
+    _measure_kernels(prefill, **options)
+
+
+def _kernel_table(records: list[dict], where: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console = console if console.is_terminal else Console(width=120)
+    console.print(f"{where['cpu']}, {where['cores']} cores; sizes: {where['like']}")
+    table = Table("", "threads", "rows", "experts", "ms", "MB", "GB/s", "memory", "ratio", "", box=None)
+    for column in table.columns[1:9]:
+        column.justify = "right"
+    for r in records:
+        table.add_row(
+            r["name"], str(r["threads"]), str(r["rows"]), str(r.get("experts", "")), f"{1e3 * r['seconds']:.2f}",
+            f"{r['bytes'] / 1e6:.1f}", f"{r['gbs']:.1f}", f"{r['bandwidth_gbs']:.1f}", f"{r['ratio']:.2f}", _remark(r),
+        )  # fmt: skip
+    console.print(table)
+
+
+def _remark(r: dict) -> str:
+    """What one kind of record alone says."""
+    if "to_one_row" in r:
+        return f"{r['to_one_row']:.2f} x one row"
+    if "entries" in r:
+        return f"{r['entries']:,} entries, {r['ns_per_entry']:.1f} ns each"
+    if "to_line" in r:
+        return f"{r['to_line']:.2f} x line"
+    if "tokens_per_s" in r:
+        return f"{r['tokens_per_s']:.2f} tok/s; memory allows {r['limit_tokens_per_s']:.2f}"
+    if "gflops" in r:
+        return f"{r['gflops']:.0f} GFLOP/s; matrix product {r['matmul_gflops']:.0f}"
+    return ""
+
+
 def _tables(records: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -105,3 +226,8 @@ def _tables(records: list[dict]) -> None:
             f"{1e3 * step['seconds_p90']:.2f}",
         )
     console.print(table)
+    sent = first["exchange"]
+    if sent["ranks"] > 1:
+        console.print(f"{sent['ranks']} ranks; rank 0 holds {sent['weight_bytes'] / 1e6:.1f} MB of weights")
+        for rank, (messages, count) in enumerate(zip(sent["messages_per_token"], sent["bytes_per_token"])):
+            console.print(f"rank {rank} sends {messages:.1f} messages, {count / 1e3:.1f} kB per token")

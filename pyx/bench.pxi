@@ -1,0 +1,21 @@
+# What measurements need.
+
+from libc.stdint cimport uint64_t
+
+cdef extern from "stream.h" nogil:
+    cdef struct stream_args:
+        const uint64_t *words
+        int64_t count
+        uint64_t sums[TEAM_MAX]
+    void stream_read(void *args, int tid, int n) noexcept
+
+
+def read_all(Team team, words):
+    """Read a uint64 array of a multiple of 32 items once, on all threads → the sum of it, modulo 2^64."""
+    cdef Buffer held = Buffer(words)
+    cdef stream_args a
+    if held.view.format[0] not in (c"L", c"Q") or held.view.ndim != 1 or held.view.shape[0] % 32:
+        raise InputError(f"read: expected uint64 [a multiple of 32], found {words.dtype} {words.shape}")
+    a.words, a.count = <const uint64_t *>held.view.buf, held.view.shape[0]
+    team.run(stream_read, &a, team.threads)
+    return sum([a.sums[i] for i in range(team.threads)]) % (1 << 64)

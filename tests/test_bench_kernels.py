@@ -1,0 +1,120 @@
+"""The kernel benches run at the sizes of nano and say what they must. No time is asserted anywhere."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from dsv4.bench import layers as module
+from dsv4.bench import timing
+from dsv4.bench.experts import experts, indexer
+from dsv4.bench.layers import Bench, layers, prefill
+from dsv4.cli import main
+from dsv4.errors import InputError
+from dsv4.ops import open_ops
+from dsv4.ops.stream import read_all
+from dsv4.synth import Recipe, read_config
+
+NANO = Recipe.of(read_config("nano"), experts=12).config
+KEYS = {"name", "threads", "rows", "seconds", "bytes", "gbs", "bandwidth_gbs", "ratio"}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(timing, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr("dsv4.bench.experts.COLD", 1 << 20)
+    timing._words.cache_clear()
+    yield
+    timing._words.cache_clear()
+
+
+def sound(records):
+    for r in records:
+        assert KEYS <= set(r)
+        assert all(math.isfinite(r[key]) and r[key] > 0 for key in KEYS - {"name"}), r
+        assert r["gbs"] == pytest.approx(r["bytes"] / r["seconds"] / 1e9)
+        if "gflops" not in r:
+            assert r["ratio"] == pytest.approx(r["gbs"] / r["bandwidth_gbs"])
+    return records
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_read_reads_everything(threads):
+    words = np.random.default_rng(0).integers(0, 1 << 63, 32 * 37, np.uint64)
+    with np.errstate(over="ignore"):
+        assert read_all(open_ops("cpu", threads=threads).team, words) == int(words.sum(dtype=np.uint64))
+
+
+@pytest.mark.parametrize("words", [np.zeros(33, np.uint64), np.zeros(32, np.float64), np.zeros((32, 32), np.uint64)])
+def test_the_read_refuses_other_arrays(words):
+    with pytest.raises(InputError, match="a multiple of 32"):
+        read_all(open_ops("cpu").team, words)
+
+
+def test_experts():
+    found = sound(experts(NANO, [1, 2], 1))
+    moe = [r for r in found if r["name"] != "indexer"]
+    assert [(r["threads"], r["rows"], r["experts"]) for r in moe] == [(n, *r) for n in (1, 2) for r in ((1, 2), (6, 2), (6, 7))]
+    assert all(r["bytes"] == r["experts"] * 3 * 256 * 128 * 17 // 32 for r in moe)
+
+
+def test_indexer():
+    found = sound(indexer(NANO, 1, 1e9, 1, [64, 640]))
+    assert [(r["entries"], r["bytes"]) for r in found] == [(64, 64 * 34), (640, 640 * 34)]  # 32 codes, 2 scales
+
+
+def test_layers():
+    found = sound(layers(NANO, [2], 1, context=300))
+    single = [r for r in found if r["rows"] == 1]
+    assert [r["name"] for r in single] == ["layer, window only", "layer, ratio 4", "layer, ratio 16", "whole model"]
+    whole, parts = single[-1], {r["name"]: r for r in single[:-1]}
+    counts = {"layer, window only": 1, "layer, ratio 4": 2, "layer, ratio 16": 1}
+    assert whole["seconds"] == pytest.approx(whole["head_seconds"] + sum(n * parts[name]["seconds"] for name, n in counts.items()))
+    assert whole["limit_tokens_per_s"] == pytest.approx(whole["bandwidth_gbs"] * 1e9 / whole["bytes"])
+    several = [r for r in found if r["rows"] == 6]
+    assert [r["experts"] for r in several] == [2, 4, 6, 8, 10, 12] * 3
+    assert sum(r["seconds"] - r["line_seconds"] for r in several[:6]) == pytest.approx(0, abs=1e-6)
+
+
+def test_prefill():
+    found = sound(prefill(NANO, [2], 1, context=300, rows=64))
+    assert [r["name"] for r in found] == ["layer, window only", "layer, ratio 4", "layer, ratio 16"]
+    assert all(r["ratio"] == pytest.approx(r["gflops"] / r["matmul_gflops"]) for r in found)
+
+
+@pytest.mark.parametrize("ratio, entries, index", [(0, 0, 0), (4, 16, 75), (16, 18, 0)])
+def test_bytes_that_a_row_must_read(ratio, entries, index):
+    """Weights of the block as stored but experts and ids; keys of the window and the entries chosen; index keys."""
+    bench = Bench(NANO, ratio, 12, 300, 1, 6)
+    weights = 0
+    with_names = module.Drawn(bench.recipe)
+    for name in with_names.names():
+        if name.startswith("layers.0.") and ".experts." not in name and not name.endswith("tid2eid"):
+            weights += with_names.info(name).nbytes
+    keys = (64 + entries) * (64 + 1 + 2 * 64) + index * 34
+    assert bench.read_bytes(5) == weights + 5 * 3 * 256 * 128 * 17 // 32 + keys
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 16])
+def test_the_layer_measured_computes_finite_numbers_with_the_experts_asked_for(ratio, monkeypatch):
+    bench = Bench(NANO, ratio, 12, 300, 1, 6)
+    seen = []
+    moe, block = bench.ops.moe, bench.model.block
+    monkeypatch.setattr(bench.ops, "moe", lambda x, ids, *rest: seen.append(set(ids.ravel().tolist())) or moe(x, ids, *rest))
+    outputs = []
+    object.__setattr__(bench.model, "block", lambda *a: outputs.append(block(*a)) or outputs[-1])
+    bench.time([np.array([0, 1, 2, 0, 1, 2]), np.array([3, 4, 5, 3, 4, 5])], 1)
+    assert all(np.isfinite(o).all() for o in outputs) and outputs[0].shape == (6, 4, 256)
+    assert set(map(frozenset, seen)) == {frozenset(range(6)), frozenset(range(6, 12))}
+
+
+@pytest.mark.parametrize("command", ["experts", "layer", "prefill"])
+def test_commands(command, capsys):
+    options = ["bench", command, "--like", "nano", "--experts", "12", "--threads", "1", "--repeats", "1"]
+    assert main([*options, "--json"]) == 0
+    records = sound(json.loads(capsys.readouterr().out))
+    assert all({"cpu", "cores", "like"} <= set(r) for r in records)
+    assert main(options) == 0
+    assert "GB/s" in capsys.readouterr().out
+    assert main(["bench", command, "--threads", "0"]) == 2
