@@ -18,7 +18,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from .config import World, default_threads
+from .config import World
 from .errors import BackendError
 from .watch import Watch
 
@@ -45,6 +45,7 @@ class Communicator:
         self.traffic = Traffic()
         self.patience = 600.0  # seconds that ranks wait for each other at the start
         self.idle = False  # nothing is asked of this rank: whether it stands still does not matter
+        self.crowded = False  # there are more ranks than cores for them
         self.turns = 0  # goes up with every exchange and wait: signs of work, see Watch
 
     # ------------------------------------------------------------------ what the model asks for
@@ -167,7 +168,7 @@ class Mpi(Communicator):
     """
 
     DATA, BEAT, FAILURE = 1, 2, 3  # tags
-    EAGER = 2000  # tests before a waiting rank begins to sleep between them: some milliseconds
+    EAGER, PATIENT = 2000, 100  # tests before a waiting rank sleeps between them; and where cores are shared
 
     def __init__(self, world: World) -> None:
         """Raises BackendError where mpi4py is missing, or belongs to another MPI than the launcher."""
@@ -182,7 +183,6 @@ class Mpi(Communicator):
         self._lock = threading.Lock()  # around every call of MPI
         self._said = threading.Lock()  # taken by the one thread that ends the job
         self._posted: list[tuple[Any, Any]] = []  # requests in flight, and the buffers they read
-        self._crowded = world.size > default_threads()
         self.watch = Watch(self)
         self.watch.start()
 
@@ -222,12 +222,12 @@ class Mpi(Communicator):
                     return True
             tests += 1
             self.turns += 1
-            if tests > self.EAGER:
+            if tests > (self.PATIENT if self.crowded else self.EAGER):
                 time.sleep(nap)
                 nap = min(nap * 1.01, 1e-3 if idle else 50e-6)
                 if patience is not None and time.monotonic() - start > patience:
                     return False
-            elif self._crowded:
+            else:
                 os.sched_yield()
 
     # ------------------------------------------------------------------ signs of life, and the end

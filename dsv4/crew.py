@@ -45,7 +45,9 @@ class Crew:
         """(ranks on this host, those of them that may use the same cores), this one included."""
         cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset([0])
         here = [theirs for host, theirs in self.comm.everyone((platform.node(), cores)) if host == platform.node()]
-        return len(here), sum(not cores.isdisjoint(theirs) for theirs in here)
+        sharing = sum(not cores.isdisjoint(theirs) for theirs in here)
+        self.comm.crowded = sharing > len(cores)
+        return len(here), sharing
 
     def agree(self, **facts: Any) -> None:
         """Raises ConfigError, on every rank, where the ranks' facts differ."""

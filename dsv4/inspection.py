@@ -10,9 +10,8 @@ from typing import Any
 from .checkpoint import Checkpoint
 from .config import INDEXED_RATIO, ModelConfig, RunConfig
 from .plan import make_plan
+from .split import COUNTS, divided
 from .weights import ROUTED, Layout, check, check_values
-
-RANKS = (1, 2, 4, 8)
 
 
 def describe(directory: str | Path, deep: bool = False) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def describe(directory: str | Path, deep: bool = False) -> dict[str, Any]:
             "context": config.max_position_embeddings,
             "bytes": _bytes(checkpoint, layout),
             "parameters": _parameters(config, layout),
-            "ranks": [_rank(checkpoint, config, layout, ranks) for ranks in RANKS],
+            "ranks": [_rank(checkpoint, config, layout, ranks) for ranks in COUNTS],
             "state": _state(config, len(layout.stages)),
         }  # fmt: skip
 
@@ -111,14 +110,15 @@ def _rank(checkpoint: Checkpoint, config: ModelConfig, layout: Layout, ranks: in
 
     A part whose sum has fewer slices than ranks is whole on every rank (numerics.md §3).
     """
-    attention, experts = config.attention_slices >= ranks, config.moe_slices >= ranks
-    split = {"heads": attention, "o_groups": attention, "moe_inter": experts, "vocab": True, "replicated": False}
+    attention, experts = divided(config, ranks)
+    parts = {"heads": attention, "o_groups": attention, "moe_inter": experts, "vocab": ranks, "replicated": 1}
     held = {"resident": 0, "draft_experts": 0, "experts": 0}
     for name, tensor in layout.tensors.items():
         size = checkpoint.info(name).nbytes
-        share = -(-size // ranks) if split[tensor.row.shard] else size
+        share = -(-size // parts[tensor.row.shard])
         routed = tensor.row.part == ROUTED
         held["resident" if not routed else "draft_experts" if name.startswith("mtp.") else "experts"] += share
+    attention, experts = attention == ranks, experts == ranks
     return {"ranks": ranks, "possible": attention or experts, "splits_attention": attention, "splits_experts": experts,
             **held}  # fmt: skip
 

@@ -34,9 +34,9 @@ class Split:
     @classmethod
     def of(cls, config: ModelConfig, rank: int = 0, size: int = 1) -> Split:
         """Raises ConfigError for a number of ranks over which nothing of the model can be divided."""
-        attention, experts = _parts(config, size)
+        attention, experts = divided(config, size)
         if size > 1 and attention == experts == 1:
-            counts = [str(n) for n in COUNTS if n == 1 or max(_parts(config, n)) == n]
+            counts = [str(n) for n in COUNTS if n == 1 or max(divided(config, n)) == n]
             raise ConfigError(
                 f"ranks: expected one of {', '.join(counts)}; found {size}: the attention of this model is a sum of "
                 f"{config.attention_slices} slices and its experts of {config.moe_slices}; start fewer processes"
@@ -69,8 +69,8 @@ class Split:
         return tuple(self.share(n, shard) if i == axis else slice(0, n) for i, n in enumerate(shape))
 
 
-def _parts(config: ModelConfig, size: int) -> tuple[int, int]:
-    """(attention, experts): the number of ranks, where it divides the slices into equal shares; else 1.
+def divided(config: ModelConfig, size: int) -> tuple[int, int]:
+    """Over how many of `size` ranks (attention, experts) are cut: all, where that makes equal shares of slices; else 1.
 
     A rank's heads must also be whole rows of scale blocks in wq_b.
     """
