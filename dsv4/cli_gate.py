@@ -7,7 +7,7 @@ import json
 import click
 
 from .cli_support import say
-from .gate import RULES, Costs, GateSettings
+from .gate import DEFAULT, RULES, Costs, GateSettings
 from .gate.calibration import fit_prior
 from .gate.records import read_rounds
 from .gate.replay import ACCOUNTINGS, replay, vary
@@ -42,7 +42,7 @@ def gate():
 
 @gate.command("replay")
 @click.argument("file")
-@click.option("--rule", default="calibrated", show_default=True, metavar="RULE", help=f"One of {RULES}.")
+@click.option("--rule", default=DEFAULT, show_default=True, metavar="RULE", help=f"One of {RULES}.")
 @accounting_option
 @costs_option
 @json_option

@@ -8,6 +8,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
+from .errors import InputError
 from .model import Model
 from .ops import KeyCache
 from .parameters import Attention
@@ -95,6 +96,8 @@ class Draft(Model):
             joined = np.concatenate([y[slot : slot + 1], previous], axis=1)
             confidence.append(float(ops.to_host(ops.linear(joined, draft.confidence))[0, 0]))
             token = choose(scores, position + 1 + slot)
+            if not 0 <= token < len(scores):
+                raise InputError(f"choose: expected a token id within 0..{len(scores) - 1}, found {token}")
             ids.append(token)
             out.append(scores)
         return Drafted(np.array(ids, np.int32), np.stack(out), np.array(confidence, np.float32))

@@ -95,7 +95,12 @@ class Engine:
         return engine
 
     def forward(self, rows: Rows) -> Output:
-        """The only way tokens enter the model. Sessions call it; so may a scheduler that packs rows of several."""
+        """The only way tokens enter the model. Sessions call it; so may a scheduler that packs rows of several.
+
+        Raises InputError for tokens, slots or positions that cannot be.
+        """
+        if not self.crew.comm.rank:
+            self.pool.check(rows)
         with self.crew.command("forward", rows):
             return self.model.forward(Step(self.model.ops, self.pool, rows), self.pool)
 

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from .errors import InputError
-from .gate import make_rule
+from .gate import DEFAULT, make_rule
 from .sampling import SamplingParams, sample, token_logprobs
 from .session import check_tokens
 from .speculate import Speculator
@@ -112,10 +112,13 @@ def _check(engine, tokens: list[int], params: SamplingParams) -> None:
 def speculator(engine, params: SamplingParams, spec: str = "gate", on_round: Callable | None = None) -> Speculator:
     """The rounds of one request. spec: off, always, gate (the default rule, or always where the settings say so), or
     the name of a rule. A checkpoint without a draft decodes plainly."""
-    rule = {"gate": "calibrated" if engine.gate.on else "always"}.get(spec, spec)
     gate = None
-    if spec != "off" and engine.draft is not None:
-        gate = make_rule(rule, engine.config.dspark.block_size, engine.gate, costs=engine.costs)
+    if spec != "off":
+        rule = {"gate": DEFAULT if engine.gate.on else "always"}.get(spec, spec)
+        block = engine.config.dspark.block_size if engine.draft is not None else 1
+        gate = make_rule(rule, block, engine.gate, costs=engine.costs)
+    if engine.draft is None:
+        gate = None
     return Speculator(gate, lambda logits, position: sample(logits, params, position), on_round=on_round)
 
 
@@ -141,14 +144,22 @@ def stream(
 def settled(
     session, prompt: list[int], limit: int, rounds: Speculator, progress: Callable | None = None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """`limit` tokens, each with the logits [vocab] it was chosen from. One round settles several at once."""
+    """`limit` tokens, each with the logits [vocab] it was chosen from. One round settles several at once.
+
+    Closed early, it takes back what the round settled beyond the last token that was seen.
+    """
     logits = session.prefill(prompt, partial(progress, "prefill") if progress else None)
     token = rounds.choose(logits, session.position)
     yield token, logits
     count = 1
     while count < limit:
         found = rounds.step(session, token, logits, limit - count)
-        yield from zip(found.tokens, found.logits)
+        for kept, pair in enumerate(zip(found.tokens, found.logits), 1):
+            try:
+                yield pair
+            except GeneratorExit:
+                rounds.drop(session, found, kept)
+                raise
         token, logits = found.tokens[-1], found.logits[-1]
         count += len(found.tokens)
 
@@ -158,8 +169,8 @@ def _steps(engine, prompt: list[int], params: SamplingParams, progress, rounds: 
     ends = set(params.stop_ids) | (set() if params.ignore_eos else set(engine.config.eos_token_ids))
     detokenizer = engine.tokenizer.stream() if engine.tokenizer else None
     matcher = StopMatcher(params.stop)
-    with engine.session() as session:
-        for count, (token, logits) in enumerate(settled(session, prompt, limit, rounds, progress), 1):
+    with engine.session() as session, closing(settled(session, prompt, limit, rounds, progress)) as pairs:
+        for count, (token, logits) in enumerate(pairs, 1):
             ended = token in ends
             text = matcher.push(detokenizer.push(token)) if detokenizer and not ended else ""
             reason = "stop" if ended or matcher.found else "length" if count == limit else None
@@ -167,7 +178,7 @@ def _steps(engine, prompt: list[int], params: SamplingParams, progress, rounds: 
                 text += matcher.push(detokenizer.finish()) + matcher.finish()
             scores = (None, None) if params.logprobs is None else token_logprobs(logits, token, params.logprobs)
             yield Step(token, text, *scores, reason)
-            if reason:  # what a round settled beyond the end is dropped with the session
+            if reason:
                 return
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
-from math import ceil
+from math import ceil, lcm
 from typing import Callable
 
 from .config import ModelConfig
@@ -33,6 +33,15 @@ class MemoryPlan:
         return asdict(self) | {"state": self.state}
 
 
+PAGE_POSITIONS = 256  # at least
+
+
+def page_positions(config: ModelConfig) -> int:
+    """Positions of a page of compressed entries: a whole number of entries of every ratio."""
+    unit = lcm(*(ratio for ratio in config.compress_ratios if ratio))
+    return unit * ceil(PAGE_POSITIONS / unit)
+
+
 def key_bytes(config: ModelConfig) -> int:
     """One stored key: e4m3 codes, a scale per 64, the rope part in bf16."""
     plain = config.head_dim - config.qk_rope_head_dim
@@ -59,6 +68,8 @@ def make_plan(
     if stages:
         hidden = 4 * len(config.dspark.target_layer_ids) * config.hidden_size
         draft = (config.sliding_window + headroom) * (stages * key_bytes(config) + hidden)
+        draft += config.dspark.block_size * key_bytes(config)
+    paged = page_positions(config) * ceil(max_context / page_positions(config))
     for ratio in config.compress_ratios:
         windows += (config.sliding_window + headroom) * key_bytes(config)
         if not ratio:
@@ -66,8 +77,8 @@ def make_plan(
         look_back, width = (2 * ratio, 2) if ratio == 4 else (ratio, 1)
         dims = config.head_dim + (config.index_head_dim if ratio == 4 else 0)
         rows += (look_back + headroom) * width * dims * 2 * 4
-        entries += ceil(max_context / ratio) * key_bytes(config)
-        index_keys += ceil(max_context / ratio) * index_key_bytes(config) if ratio == 4 else 0
+        entries += paged // ratio * key_bytes(config)
+        index_keys += paged // ratio * index_key_bytes(config) if ratio == 4 else 0
     parts = (part * max_sessions for part in (windows, rows, entries, index_keys, draft))
     return MemoryPlan(weights, *parts, available, max_context, max_sessions)
 

@@ -25,7 +25,9 @@ class Session:
         self.slot: int | None = engine.pool.take_slot()
         self.tokens: list[int] = []
         self._oldest = 0  # the earliest position, 0 apart, that rewind can still reach
-        self._primed = 0  # the draft's windows hold the positions before this one
+        self._primed = (0, 0)  # the draft's windows hold the positions from the first to before the second
+        self._speculator: Speculator | None = None  # of speculative_step, once it was called without one
+        self.logits: np.ndarray | None = None  # [vocab] after the last token, where that row was wanted
 
     @property
     def position(self) -> int:
@@ -37,9 +39,7 @@ class Session:
 
         Raises InputError for token ids out of range or too many rows, CapacityError beyond the context.
         """
-        if self.slot is None:
-            raise StateError("session: expected an open session, found a closed one")
-        engine = self.engine
+        engine = self._open()
         ids = check_tokens(tokens, engine.config.vocab_size)
         if not 0 < len(ids) <= engine.pool.headroom:
             raise InputError(
@@ -52,9 +52,15 @@ class Session:
             )
         return Rows.of(self.slot, self.position, ids, wanted)
 
-    def advance(self, rows: Rows) -> None:
-        """Count rows as consumed, after the forward that ran them."""
+    def _open(self) -> Engine:
+        if self.slot is None:
+            raise StateError("session: expected an open session, found a closed one")
+        return self.engine
+
+    def advance(self, rows: Rows, logits: np.ndarray | None = None) -> None:
+        """Count rows as consumed, after the forward that ran them. logits [vocab]: of the last one, if wanted."""
         self.tokens.extend(rows.tokens.tolist())
+        self.logits = logits
 
     def forward(self, tokens: Sequence[int] | np.ndarray, wanted="last") -> Output:
         """Run the next tokens through the model: logits [n, vocab] and main hidden of the n wanted rows."""
@@ -63,7 +69,8 @@ class Session:
         self._oldest = max(self._oldest, self.position + len(rows) - self.engine.pool.headroom)
         self.engine.pool.reserve(self.slot, self.position + len(rows))
         output = self.engine.forward(rows)
-        self.advance(rows)
+        last = rows.wanted.size and rows.wanted[-1] == len(rows) - 1
+        self.advance(rows, output.logits[-1] if last else None)
         return output
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
@@ -93,56 +100,78 @@ class Session:
 
         Any position within the head-room (the chunk length) of the furthest one is reachable, and 0 always is.
         """
-        if not 0 <= position <= self.position:
+        self._open()
+        if type(position) is not int or not 0 <= position <= self.position:
             raise StateError(f"rewind: expected a position within 0..{self.position}, found {position}")
         if position and position < self._oldest:
             raise StateError(f"rewind: expected 0 or a position of at least {self._oldest}, found {position}")
         if position == 0:
             self._oldest = 0
-        self._primed = min(self._primed, position)
-        del self.tokens[position:]
+        if position < self.position:
+            self._primed = min(self._primed[0], position), min(self._primed[1], position)
+            self.logits = None
+            del self.tokens[position:]
 
     # ------------------------------------------------------------------ speculation
     def prime(self) -> None:
         """Bring the draft's windows up to date with the last positions consumed. Nothing to do without a draft."""
-        engine = self.engine
-        start = max(self._primed, self.position - engine.pool.window)
+        engine = self._open()
+        first, primed = self._primed
+        start = max(0, self.position - engine.pool.window)
+        if start >= first:  # else a rewind uncovered positions that were never primed
+            start = max(start, primed)
         if engine.draft is not None and start < self.position:
             engine.prime(self.slot, start, self.position)
-        self._primed = self.position
+        self._primed = min(first, start) if start <= primed else start, self.position
 
-    def draft(self, token: int, choose: Choose = greedy) -> Drafted:
+    def draft(self, token: int | None = None, choose: Choose = greedy) -> Drafted:
         """Draft a block after `token`, which is committed but not yet consumed. The session stays as it is.
 
-        choose(logits [vocab], position) picks each drafted token. Raises StateError before the first token was
-        consumed, ConfigError where the checkpoint has no draft module.
+        token: by default what `choose` says of the last row's logits. choose(logits [vocab], position) also picks each
+        drafted token. Raises StateError before the first token was consumed, ConfigError without a draft module.
         """
-        if self.engine.draft is None:
+        engine = self._open()
+        if engine.draft is None:
             raise ConfigError("draft: expected a checkpoint with mtp.* tensors, found one without a draft module")
         if not self.tokens:
             raise StateError("draft: expected at least one token consumed, found none")
-        check_tokens([token], self.engine.config.vocab_size)
+        token = choose(self._last(), self.position) if token is None else token
+        check_tokens([token], engine.config.vocab_size)
         self.prime()
-        return self.engine.draft_block(self.slot, self.position, token, choose)
+        return engine.draft_block(self.slot, self.position, token, choose)
+
+    def _last(self) -> np.ndarray:
+        if self.logits is None:
+            raise StateError("session: expected the last token's logits to go on from, found none; name the token")
+        return self.logits
 
     def verify(self, tokens: Sequence[int], mode: str = "batched", choose: Choose = greedy) -> Verified:
         """Run a committed token and the drafted ones after it, keep what plain decoding would say: speculate.verify."""
         return verify(self, tokens, mode, choose)
 
-    def speculative_step(self, token: int, logits: np.ndarray, speculator: Speculator, room: int = 1 << 30) -> Round:
-        """One round after the committed `token`, which was chosen from `logits`: draft, choose a length, verify, commit.
+    def speculative_step(
+        self, token: int | None = None, speculator: Speculator | None = None, *, logits=None, room: int = 1 << 30
+    ) -> Round:
+        """One round after the committed `token`: draft, choose a length, verify, commit. Settles at most `room` tokens.
 
-        Settles at most `room` tokens. Without a gate in the speculator it decodes plainly.
+        token, logits: the committed token and what it was chosen from, by default the greedy choice from the last
+        row's logits. speculator: by default greedy and gated by the default rule, the same for the session's life;
+        without a gate it decodes plainly.
         """
+        engine = self._open()
+        logits = self._last() if logits is None else logits
+        if speculator is None:
+            speculator = self._speculator = self._speculator or Speculator.default(engine)
+        token = speculator.choose(logits, self.position) if token is None else token
         return speculator.step(self, token, logits, room)
 
     # ------------------------------------------------------------------ copies
-
     def fork(self) -> Session:
         """A second session in the same state; the two go on independently."""
-        other = Session(self.engine)
+        other = Session(self._open())
         self.engine.pool.copy(self.slot, other.slot, self.position)
         other.tokens, other._oldest, other._primed = list(self.tokens), self._oldest, self._primed
+        other.logits = self.logits
         return other
 
     def snapshot(self) -> Snapshot:
@@ -153,19 +182,23 @@ class Session:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Become what the snapshot holds. Raises StateError for another checkpoint's, CapacityError for a longer one."""
-        if snapshot.identity != self.engine.identity:
+        engine = self._open()
+        if snapshot.identity != engine.identity:
             raise StateError(
-                f"snapshot: expected one of checkpoint {self.engine.identity[:12]}, found {snapshot.identity[:12]}"
+                f"snapshot: expected one of checkpoint {engine.identity[:12]}, found {snapshot.identity[:12]}"
             )
-        length = len(snapshot.tokens)
-        if length > self.engine.max_context:
+        tokens = check_tokens(snapshot.tokens, engine.config.vocab_size).tolist()
+        length = len(tokens)
+        if length > engine.max_context:
             raise CapacityError(
                 f"snapshot: expected at most {self.engine.max_context} positions, found {length}; "
                 "load with a larger max_context"
             )
-        self.engine.pool.restore(self.slot, length, snapshot.arrays)
-        self.tokens = snapshot.tokens.tolist()
-        self._oldest = self._primed = length  # a snapshot holds the last window only
+        engine.pool.check_export(length, snapshot.arrays)
+        engine.pool.restore(self.slot, length, snapshot.arrays)
+        self.tokens, self.logits = tokens, None
+        self._oldest = length  # a snapshot holds the last window only
+        self._primed = max(0, length - engine.pool.window), length
 
     def close(self) -> None:
         """Give the slot back. Closing twice is fine."""
@@ -182,7 +215,10 @@ class Session:
 
 def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
     """tokens as int32 [n]; raises InputError for anything that is not a list of ids within the vocabulary."""
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:
+        raise InputError("tokens: expected a flat list of token ids, found lists of several lengths") from error
     if ids.size == 0:
         return np.zeros(0, np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
 import numpy as np
 
 from .errors import InputError
+from .gate import DEFAULT, make_rule
 
 if TYPE_CHECKING:
     from .dspark import Drafted
+    from .engine import Engine
     from .gate import Rule
     from .session import Session
 
@@ -45,15 +47,21 @@ def verify(session: Session, tokens: Sequence[int], mode: str = "batched", choos
     """
     if mode not in MODES:
         raise InputError(f"verify mode: expected one of {', '.join(MODES)}; found {mode!r}")
+    session.rows(tokens, "all")  # all of them can run, in either mode
     start = session.position
-    batch = session.forward(tokens, "all").logits if mode == "batched" else None
     settled, rows = [], []
-    for i, token in enumerate(tokens):
-        rows.append(batch[i] if batch is not None else session.decode(token))
-        settled.append(choose(rows[-1], start + i + 1))
-        if settled[-1] not in tokens[i + 1 : i + 2]:
-            break
+    try:
+        batch = session.forward(tokens, "all").logits if mode == "batched" else None
+        for i, token in enumerate(tokens):
+            rows.append(batch[i] if batch is not None else session.decode(token))
+            settled.append(choose(rows[-1], start + i + 1))
+            if settled[-1] not in tokens[i + 1 : i + 2]:
+                break
+    except BaseException:
+        session.rewind(start)
+        raise
     session.rewind(start + len(settled))
+    session.logits = rows[-1]
     return Verified(settled, np.stack(rows), len(settled) - 1)
 
 
@@ -73,20 +81,14 @@ class Round:
 
 @dataclass
 class Counters:
-    """What a generation drafted. The gate skipped a round that decoded plainly, before the draft if margin_skipped."""
+    """What a generation drafted, verified and kept. skipped_rounds: the gate wanted no drafted token verified, of which
+    margin_skipped_rounds for the committed token's margin, before drafting."""
 
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     skipped_rounds: int = 0
     margin_skipped_rounds: int = 0
-
-    def count(self, step: Round, gated: bool) -> None:
-        self.rounds += 1
-        self.drafted += step.length
-        self.accepted += step.accepted
-        self.skipped_rounds += gated and step.length == 0
-        self.margin_skipped_rounds += gated and step.draft is None
 
     def as_dict(self) -> dict:
         rate = self.accepted / self.drafted if self.drafted else 0.0
@@ -106,11 +108,18 @@ class Speculator:
     on_round: Callable[[Round], None] | None = None
     counters: Counters = field(default_factory=Counters)
 
+    @classmethod
+    def default(cls, engine: Engine) -> Speculator:
+        """Greedy, gated by the default rule where the engine has a draft."""
+        if engine.draft is None:
+            return cls()
+        return cls(make_rule(DEFAULT, engine.config.dspark.block_size, engine.gate, costs=engine.costs))
+
     def step(self, session: Session, token: int, logits: np.ndarray, room: int = 1 << 30) -> Round:
         """Settle 1 .. room tokens after the committed `token`, which was chosen from `logits` and not yet consumed."""
         room = min(room, session.engine.max_context - session.position)
         found = Round(margin=margin(logits))
-        if self.gate is not None and room > 1 and self.gate.before_draft(found.margin):
+        if self.gate is not None and room > 1:
             self._draft(session, token, found)
         length = found.length = min(found.length, room - 1)
         drafted = found.draft.ids[:length].tolist() if length else []
@@ -121,13 +130,19 @@ class Speculator:
         return found
 
     def _draft(self, session: Session, token: int, found: Round) -> None:
-        start = time.perf_counter()
-        found.draft = session.draft(token, self.choose)
-        found.length = self.gate.choose(found.draft.confidence.tolist())
-        found.draft_s = time.perf_counter() - start
+        if self.gate.before_draft(found.margin):
+            start = time.perf_counter()
+            found.draft = session.draft(token, self.choose)
+            found.length = self.gate.choose(found.draft.confidence.tolist())
+            found.draft_s = time.perf_counter() - start
+        else:
+            self.counters.margin_skipped_rounds += self.gate.skipped_by_margin
+        self.counters.skipped_rounds += found.length == 0
 
     def _learn(self, found: Round) -> None:
-        self.counters.count(found, gated=self.gate is not None)
+        self.counters.rounds += 1
+        self.counters.drafted += found.length
+        self.counters.accepted += found.accepted
         if self.gate is not None:
             drafted = found.draft is not None
             self.gate.observe(1e3 * found.draft_s if drafted else None, found.length, 1e3 * found.verify_s)
@@ -137,6 +152,12 @@ class Speculator:
                 self.gate.record_skip()
         if self.on_round:
             self.on_round(found)
+
+    def drop(self, session: Session, found: Round, kept: int) -> None:
+        """The sequence ended with the round's first `kept` tokens: the others never were."""
+        dropped = len(found.tokens) - kept
+        session.rewind(session.position - dropped)
+        self.counters.accepted -= found.accepted - min(found.accepted, kept)
 
 
 def margin(logits: np.ndarray) -> float:

@@ -7,18 +7,17 @@ visible by their position alone, so undoing a step means setting a length: nothi
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import ceil, lcm
+from math import ceil
 from typing import Any, Iterator, NamedTuple
 
 import numpy as np
 
 from .config import ModelConfig
-from .errors import CapacityError
+from .errors import CapacityError, InputError, StateError
 from .ops import IndexCache, KeyCache, Ops, Ring
+from .plan import page_positions
+from .rows import Rows
 from .rope import rope_thetas
-
-PAGE_POSITIONS = 256  # at least; a page holds a whole number of entries of every ratio
-
 
 @dataclass
 class LayerState:
@@ -50,9 +49,7 @@ class Pool:
         self.slots, self.max_context, self.headroom = slots, max_context, headroom
         self.window = config.sliding_window
         self.window_capacity = self.window + headroom
-        ratios = {r for r in config.compress_ratios if r}
-        unit = lcm(*ratios)
-        self.page_positions = unit * ceil(PAGE_POSITIONS / unit)
+        self.page_positions = page_positions(config)
         self.thetas = dict(zip((False, True), map(ops.vector, rope_thetas(config))))
         pages_per_slot = ceil(max_context / self.page_positions)
         self.pages = ops.table(np.zeros((slots, pages_per_slot), np.int32))
@@ -160,6 +157,42 @@ class Pool:
             where = self._live(state, part, slot, length)
             for field, array in zip(cache._fields, cache):
                 array[where] = arrays[f"{name}.{field}"]
+
+    def check_export(self, length: int, arrays: dict[str, np.ndarray]) -> None:
+        """Raise StateError unless arrays are what export() of `length` positions gives, by name, type and shape."""
+        for name, state, part, cache in self._parts():
+            if part in ("entries", "index"):
+                places = length // state.ratio
+            else:
+                places = min(length, self.window if part == "window" else self.look_back(state.ratio))
+            for field, array in zip(cache._fields, cache):
+                found = arrays.get(f"{name}.{field}")
+                expected = (places, *array.shape[1:])
+                if found is None or found.shape != expected or found.dtype != array.dtype:
+                    what = "none" if found is None else f"{found.dtype} {list(found.shape)}"
+                    raise StateError(
+                        f"snapshot: {name}.{field}: expected {array.dtype} {list(expected)} for {length} positions, found {what}"
+                    )
+
+    def check(self, rows: Rows) -> None:
+        """Raise InputError for rows that do not lie in slots in use, at positions with pages, in ascending order."""
+        slots, positions = rows.slots, rows.positions
+        if not len(rows):
+            raise InputError("rows: expected at least one, found none")
+        tokens = rows.tokens
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise InputError(f"rows: expected token ids within 0..{self.config.vocab_size - 1}, found others")
+        starts = np.flatnonzero(np.diff(slots, prepend=-1 - slots[0]))  # the first row of each sequence
+        for start, stop in zip(starts, [*starts[1:], len(rows)]):
+            slot, first, last = int(slots[start]), int(positions[start]), int(positions[stop - 1])
+            if not 0 <= slot < self.slots or slot in self._free_slots:
+                raise InputError(f"rows: expected a slot in use, found slot {slot}")
+            if stop - start > self.headroom or last - first != stop - start - 1 or (np.diff(positions[start:stop]) != 1).any():
+                raise InputError(
+                    f"rows: expected at most {self.headroom} consecutive positions in slot {slot}, found {first} .. {last}"
+                )
+            if first < 0 or last >= self._held[slot] * self.page_positions:
+                raise InputError(f"rows: expected positions with pages reserved in slot {slot}, found {first} .. {last}")
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Make slot `target` equal to slot `source`: whole rings, head-room included, and the entries so far."""

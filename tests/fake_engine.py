@@ -22,7 +22,7 @@ class FakeEngine:
         self.script, self.spoil = list(script), spoil
         self.sessions: list[FakeSession] = []
 
-        self.draft, self.gate = None, GateSettings()
+        self.draft, self.gate, self.costs = None, GateSettings(), None
 
     def session(self):
         self.sessions.append(FakeSession(self))
@@ -42,6 +42,9 @@ class FakeSession:
             if progress:
                 progress(len(self.tokens), len(tokens))
         return self._logits()
+
+    def rows(self, tokens, wanted):
+        """All tokens can run."""
 
     def rewind(self, position):
         del self.tokens[position:]

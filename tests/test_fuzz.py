@@ -224,7 +224,6 @@ def test_histories(name, chunk, threads, seed, clean, tmp_path):
         Player(engine, baseline, seed, tmp_path).play(120)
 
 
-@pytest.mark.xfail(strict=True, reason="rewind() below a primed position leaves the front of the draft's window unprimed")
 @pytest.mark.parametrize("back", [1, 20, 63])
 def test_draft_after_rewind(back, nano_dir):
     """A draft after a rewind is the draft of a sequence that never went further; so is what a snapshot keeps."""

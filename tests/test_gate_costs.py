@@ -209,6 +209,8 @@ class Told:
     def __init__(self, n, drafting=True):
         self.n, self.drafting, self.told = n, drafting, []
 
+    skipped_by_margin = False
+
     def before_draft(self, margin=None):
         return self.drafting
 

@@ -9,7 +9,7 @@ import pytest
 
 from dsv4 import SamplingParams
 from dsv4.errors import ConfigError, InputError
-from dsv4.generate import complete, speculator, stream
+from dsv4.generate import complete, settled, speculator, stream
 
 KINDS = ("repeat", "code", "math", "prose")
 SPECS = ("always", "gate", "fixed:2")
@@ -138,6 +138,31 @@ def test_counters_and_rounds(nano, prompts):
         "mode": "off", "rounds": 49, "drafted": 0, "accepted": 0, "skipped_rounds": 0, "margin_skipped_rounds": 0,
         "accept_rate": 0.0,
     }  # fmt: skip
+
+
+def test_counters_leave_out_what_a_stop_dropped(nano, prompts):
+    """Accepted tokens are part of the answer: one first token, a bonus per round that was used to its end, the rest accepted."""
+    tokens = answer(nano, prompts["repeat"][0], "off", temperature=0, max_tokens=40)["tokens"]
+    for at in range(3, 20):
+        if tokens[at] in tokens[:at]:
+            continue
+        params = SamplingParams(temperature=0, max_tokens=40, stop_ids=(tokens[at],))
+        found = complete(nano, prompts["repeat"][0], params, spec="always")
+        assert 1 + found.speculation["accepted"] <= len(found.tokens) <= 1 + sum(found.speculation[k] for k in ("accepted", "rounds"))
+
+
+def test_a_stop_inside_a_block_rewinds_the_session(nano, prompts):
+    prompt = prompts["code"][0]
+    with nano.session() as session:
+        running = settled(session, prompt, 40, speculator(nano, SamplingParams(temperature=0), "always"))
+        tokens = [next(running)[0] for _ in range(9)]
+        running.close()
+        assert session.tokens == [*prompt, *tokens[:-1]]
+
+
+def test_the_last_round_is_not_skipped_by_the_gate(nano, prompts):
+    found = complete(nano, prompts["code"][0], SamplingParams(temperature=0, max_tokens=2), spec="always").speculation
+    assert (found["rounds"], found["skipped_rounds"], found["margin_skipped_rounds"]) == (1, 0, 0)
 
 
 def test_wrong_names(nano):

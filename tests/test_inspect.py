@@ -80,7 +80,7 @@ def test_release_state(report):
     per_token = 21 * (key + index) / 4 + 20 * key / 128
     assert state["per_token"] == pytest.approx(per_token)
     assert sum(state["at_max_context"].values()) == per_token * 1_048_576
-    assert state["fixed"]["draft windows"] == (128 + state["chunk"]) * (3 * key + 4 * 3 * 4096)
+    assert state["fixed"]["draft windows"] == (128 + state["chunk"]) * (3 * key + 4 * 3 * 4096) + 5 * key
 
 
 def test_report_is_json_and_text(report):

@@ -8,7 +8,7 @@ from compare import same_bits, same_state, state_of
 from variants import Files, drop_draft
 
 from dsv4 import Engine
-from dsv4.errors import ConfigError, InputError, StateError
+from dsv4.errors import CapacityError, ConfigError, InputError, StateError
 from dsv4.gate import make_rule
 from dsv4.speculate import Speculator, greedy, margin
 
@@ -34,7 +34,7 @@ def run(engine, prompt, speculator, n):
         logits = session.prefill(prompt)
         tokens, rows = [speculator.choose(logits, session.position)], [logits]
         while len(tokens) < n:
-            step = session.speculative_step(tokens[-1], rows[-1], speculator, n - len(tokens))
+            step = session.speculative_step(tokens[-1], speculator, logits=rows[-1], room=n - len(tokens))
             tokens += step.tokens
             rows += list(step.logits)
         assert len(tokens) == n and session.tokens == [*prompt, *tokens[:-1]]
@@ -159,6 +159,47 @@ def test_verify_is_checked(engine, prompts):
         same_state(state_of(session), before)
 
 
+@pytest.mark.parametrize("mode", ["batched", "sequential"])
+def test_a_verify_that_fails_is_undone(engine, prompts, mode):
+    nano = engine("nano", threads=1, chunk=16, max_sessions=1, max_context=64)
+    with nano.session() as session:
+        session.prefill(prompts["code"][0])
+        session.verify([5, 6, 7], mode)
+        tokens, before = list(session.tokens), state_of(session)
+
+        def refuse(logits, position):
+            if position > len(tokens) + 1:
+                raise ValueError("no")
+            return 9
+
+        for call, error in [
+            (lambda: session.verify([5, 9, 8], mode, refuse), ValueError),
+            (lambda: session.verify([], mode), InputError),
+            (lambda: session.verify([1, -1], mode), InputError),
+            (lambda: session.verify([1] * (65 - len(tokens)), mode), (InputError, CapacityError)),
+        ]:
+            with pytest.raises(error):
+                call()
+            assert session.tokens == tokens
+            same_state(state_of(session), before)
+
+
+def test_steps_by_themselves(engine, prompts):
+    """draft(), speculative_step() without arguments go on greedily from the last logits."""
+    nano = engine("nano", **SETTINGS)
+    prompt = prompts["repeat"][0]
+    plain = run(nano, prompt, Speculator(), 40)[0]
+    with nano.session() as session:
+        with pytest.raises(StateError, match="expected the last token's logits"):
+            session.speculative_step()
+        session.prefill(prompt)
+        assert session.draft().ids[0] == plain[1]
+        tokens = [plain[0]]
+        while len(tokens) < 40:
+            tokens += session.speculative_step().tokens
+        assert tokens[:40] == plain and session.tokens == [*prompt, *tokens[:-1]]
+
+
 # ---------------------------------------------------------------------- the draft and what it depends on
 def test_a_draft_leaves_the_session_as_it_was(engine, prompts):
     nano = engine("nano", **SETTINGS)
@@ -260,7 +301,7 @@ def test_sessions_without_a_draft(engine, tmp_path, checkpoint_dir):
             session.draft(1)
         assert session.verify([5, 6, 7]).tokens
         assert session.forward([1]).main_hidden is None
-        step = session.speculative_step(greedy(logits, 0), logits, Speculator())
+        step = session.speculative_step(greedy(logits, 0), Speculator())
         assert step.accepted == 0 and len(step.tokens) == 1
 
 

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from dsv4 import Snapshot
 from dsv4.errors import CapacityError, InputError, StateError
+from dsv4.rows import Rows
 
 N = 90
 
@@ -126,14 +127,69 @@ def test_every_array_of_a_snapshot_matters(small, tokens, tmp_path):
         names = set(load_file(tmp_path / "s"))
         assert names == {"tokens", *state_of(session)}
         snapshot = session.snapshot()
-        expected = session.forward(tokens[70:], "all").logits
+        expected = session.draft(7).logits, session.forward(tokens[70:], "all").logits
         for name, array in snapshot.arrays.items():
             broken = dict(snapshot.arrays)
             broken[name] = np.roll(array, 1, axis=0)  # the right values at the wrong positions
             if np.array_equal(broken[name], array):
                 continue
             session.restore(Snapshot(snapshot.identity, snapshot.tokens, broken))
-            assert not np.array_equal(session.forward(tokens[70:], "all").logits, expected), name
+            found = session.draft(7).logits, session.forward(tokens[70:], "all").logits
+            assert not all(map(np.array_equal, found, expected)), name
+
+
+def test_a_snapshot_that_does_not_fit_changes_nothing(small, tokens):
+    with small.session() as session:
+        session.prefill(tokens[:70])
+        snapshot = session.snapshot()
+        before = state_of(session)
+        last = list(snapshot.arrays)[-1]
+        cases = [
+            ({n: a for n, a in snapshot.arrays.items() if n != last}, snapshot.tokens, f"{last}: expected .* found none"),
+            ({**snapshot.arrays, last: snapshot.arrays[last][1:]}, snapshot.tokens, f"{last}: expected .* found uint"),
+            (snapshot.arrays, snapshot.tokens[:9], "expected .* for 9 positions"),
+            (snapshot.arrays, snapshot.tokens + 10_000, "expected ids within"),
+        ]
+        for arrays, ids, message in cases:
+            with pytest.raises((StateError, InputError), match=message):
+                session.restore(Snapshot(snapshot.identity, ids, arrays))
+            same_state(state_of(session), before)
+
+
+def test_closed_sessions_are_refused(small, tokens):
+    session = small.session()
+    session.prefill(tokens[:5])
+    snapshot = session.snapshot()
+    session.close()
+    for call in (session.fork, session.snapshot, session.prime, lambda: session.restore(snapshot), lambda: session.rewind(1),
+                 lambda: session.draft(1), lambda: session.decode(1), lambda: session.speculative_step(1)):  # fmt: skip
+        with pytest.raises(StateError, match="expected an open session"):
+            call()
+    for other in [small.session() for _ in range(3)]:
+        other.close()  # none of the refused calls kept a slot
+
+
+def test_rows_that_cannot_be_are_refused(small):
+    with small.session() as session:
+        session.prefill([1] * 10)
+        slot, vocab = session.slot, small.config.vocab_size
+        free = next(s for s in range(3) if s != slot)
+        for rows, message in [
+            (Rows.of(slot, 10, [vocab]), "token ids"),
+            (Rows.of(slot, 10, [-1]), "token ids"),
+            (Rows.of(free, 0, [1]), "slot in use"),
+            (Rows.of(-1, 0, [1]), "slot in use"),
+            (Rows.of(9, 0, [1]), "slot in use"),
+            (Rows.of(slot, -5, [1]), "pages reserved"),
+            (Rows.of(slot, 290, [1] * 20), "pages reserved|positions"),
+            (Rows.of(slot, 10, [1] * 65), "at most 64"),
+            (Rows.of(slot, 10, []), "at least one"),
+        ]:
+            with pytest.raises(InputError, match=message):
+                small.forward(rows)
+        with pytest.raises(InputError, match="token id within"):
+            session.draft(1, lambda logits, position: vocab)
+        session.decode(1)
 
 
 def test_a_full_disk_keeps_the_old_file(small, tokens, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ It decides speed only. Whatever it chooses, the tokens are those of plain decodi
 from __future__ import annotations
 
 from .costs import Costs, MeasuredCosts
-from .rules import RULES, Bucket, Calibrated, Fixed, Rule, make_rule
+from .rules import DEFAULT, RULES, Bucket, Calibrated, Fixed, Rule, make_rule
 from .settings import GateSettings
 
-__all__ = ["RULES", "Bucket", "Calibrated", "Costs", "Fixed", "GateSettings", "MeasuredCosts", "Rule", "make_rule"]
+__all__ = ["DEFAULT", "RULES", "Bucket", "Calibrated", "Costs", "Fixed", "GateSettings", "MeasuredCosts", "Rule", "make_rule"]

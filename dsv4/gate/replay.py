@@ -10,7 +10,7 @@ from ..errors import InputError
 from .calibration import Prior, prior_for
 from .costs import Costs
 from .records import RecordedRound, Recording
-from .rules import OWN, Calibrated, Rule, make_rule
+from .rules import DEFAULT, OWN, Calibrated, Rule, make_rule
 from .settings import GateSettings
 
 ACCOUNTINGS = ("honest", "published")
@@ -79,7 +79,7 @@ class Report:
 
 
 def replay(
-    recording: Recording, rule: str = "calibrated", accounting: str = "honest", settings: GateSettings | None = None,
+    recording: Recording, rule: str = DEFAULT, accounting: str = "honest", settings: GateSettings | None = None,
     costs: Costs | None = None,
 ) -> Report:  # fmt: skip
     """Play a recording to a rule that starts anew with every prompt, and with the settings' costs.

@@ -15,6 +15,7 @@ from .costs import Costs, MeasuredCosts
 from .settings import GateSettings
 
 RULES = "calibrated, bucket, always, fixed:N"
+DEFAULT = "calibrated"
 OWN = {"patience": 1.0, "first_wait": 5.0, "probe_share": 0.03}  # settings of `calibrated` that no other rule has
 
 
@@ -27,10 +28,12 @@ class Rule:
         self.block = block
         self.settings = settings if settings is not None else GateSettings()
         self.costs = Costs.of(self.settings)
+        self.skipped_by_margin = False  # was it the margin, when before_draft last said no?
 
     def before_draft(self, margin: float | None = None) -> bool:
         """Draft this round? margin: top1 - top2 logit of the token just committed, where known."""
-        return margin is None or margin >= self.settings.margin_threshold
+        self.skipped_by_margin = margin is not None and margin < self.settings.margin_threshold
+        return not self.skipped_by_margin
 
     def choose(self, confidences: Sequence[float]) -> int:
         """How many of the drafted tokens to verify, 0 .. len(confidences)."""
@@ -166,6 +169,7 @@ class Calibrated(Rule):
         if self.costs.plain_is_due(balance < self.patience / 2.0):
             return False
         verdict = None if margin is None else self.margins.verdict(margin, balance < 0.0)
+        self.skipped_by_margin = verdict is False
         return balance >= 0.0 if verdict is None else verdict
 
     def choose(self, confidences: Sequence[float]) -> int:
@@ -220,6 +224,6 @@ def make_rule(
         return Fixed(block, block, settings)
     if not colon and kind == "bucket":
         return Bucket(block, settings)
-    if not colon and kind == "calibrated":
+    if not colon and kind == DEFAULT:
         return Calibrated(block, settings, prior, costs)
     raise ConfigError(f"gate rule: expected one of {RULES}; found {name!r}")
