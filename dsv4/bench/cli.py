@@ -210,7 +210,9 @@ def _tables(records: list[dict]) -> None:
     about, memory = first["load"], first["memory"]
     console.print(f"{about['model']}: backend {about['backend']} ({about['isa']}), {about['threads']} threads")
     console.print(f"{about['cpu']}, {about['cores']} cores; Python {about['python']}, NumPy {about['numpy']}")
-    console.print(f"load {about['seconds']:.2f} s, peak memory {memory['peak_bytes'] / 1e6:.0f} MB")
+    own = f", {memory['own_peak_bytes'] / 1e6:.0f} MB without the mapped weights" if memory["own_peak_bytes"] else ""
+    console.print(f"load {about['seconds']:.2f} s, peak memory {memory['peak_bytes'] / 1e6:.0f} MB{own} "
+                  f"(state planned: {memory['planned_state_bytes'] / 1e6:.0f} MB)")  # fmt: skip
     table = Table("context", "prefill tok/s", "prefill s", "decode tok/s", "ms per token", "p90 ms")
     for column in table.columns:
         column.justify = "right"

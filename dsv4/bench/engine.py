@@ -65,6 +65,18 @@ def exchange(engine: Engine, context: int, steps: int) -> dict:
     }
 
 
+def memory(engine: Engine, context: int) -> dict:
+    """The process's peak; own_peak_bytes: without the mapped weights, over one more prompt. The plan is the state's part."""
+    with machine.OwnPeak() as own:
+        prefill(engine, context, 1)
+    return {
+        "name": "memory",
+        "peak_bytes": machine.peak_memory(),
+        "own_peak_bytes": own.bytes,
+        "planned_state_bytes": engine.plan.state,
+    }
+
+
 def measure(
     model: str,
     settings: dict,
@@ -94,7 +106,7 @@ def measure(
         if progress:
             progress("measure", number + 1, len(contexts))
     records.append(exchange(engine, contexts[0], min(steps, 16)))
-    records.append({"name": "memory", "peak_bytes": machine.peak_memory(), "planned_state_bytes": engine.plan.state})
+    records.append(memory(engine, max(contexts)))
     setting = {"model": str(model), "backend": engine.run.backend, "threads": engine.run.threads, "chunk": engine.chunk}
     ops = engine.model.ops
     where = {**setting, "isa": ops.team.isa if ops.name == "cpu" else ops.name, **machine.describe()}

@@ -1,0 +1,73 @@
+"""What an engine holds beyond the mapped weights: the planned state, and a little more while a chunk runs."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dsv4.bench.machine import OwnPeak, own_memory
+from dsv4.config import ModelConfig
+from dsv4.plan import make_plan
+from dsv4.synth import PUBLISHED, Recipe, write
+from variants import REAL
+
+BEYOND = 300e6  # bytes, Python itself included
+PROMPT = """
+import sys, numpy as np, dsv4
+from dsv4.bench.machine import OwnPeak
+with OwnPeak() as own:
+    engine = dsv4.Engine.load(sys.argv[1], max_context=int(sys.argv[2]), max_sessions=int(sys.argv[3]), threads=2)
+    for _ in range(int(sys.argv[3])):
+        session = engine.session()
+        session.prefill(np.random.default_rng(0).integers(0, 600, int(sys.argv[2]) - 8).tolist())
+        session.decode(5)
+print(own.bytes, engine.plan.state, engine.plan.weights)
+"""
+linux = pytest.mark.skipif(own_memory() is None, reason="the system does not tell what is mapped")
+
+
+def measured(model, context: int, sessions: int) -> list[int]:
+    """(own peak, planned state, weights) of a process of its own that fills every session."""
+    arguments = [sys.executable, "-c", PROMPT, str(model), str(context), str(sessions)]
+    return list(map(int, subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.split()))
+
+
+@linux
+def test_own_memory_counts_what_is_written_and_not_what_is_mapped(tmp_path):
+    file = tmp_path / "data"
+    file.write_bytes(bytes(64 << 20))
+    before = own_memory()
+    mapped = np.memmap(file, np.uint8, "r")
+    assert int(mapped.sum()) == 0 and own_memory() - before < 16 << 20
+    with OwnPeak() as own:
+        np.ones(64 << 20, np.uint8).sum()
+    assert 60 << 20 < own.bytes - before and own_memory() - before < 16 << 20
+
+
+@linux
+def test_nano_stays_within_its_plan():
+    own, state, weights = measured("nano", 8000, 8)
+    assert state > 50e6 and own < state + BEYOND
+
+
+@linux
+def test_a_layer_of_the_real_size_stays_within_its_plan(tmp_path):
+    """Chunks of 512 rows as wide as the real ones; the weights are mapped and not counted."""
+    write(tmp_path, Recipe.of(replace(PUBLISHED, vocab_size=4096, dspark=None), layers=1, ratios=(4,), experts=6))
+    own, state, weights = measured(tmp_path, 1100, 1)
+    assert weights > 250e6 and own < state + BEYOND
+
+
+def test_a_million_positions_can_be_planned():
+    """By hand: a key is 448 codes, 7 scales and 64 bf16; an index key 64 bytes of codes, 4 scales; pages are of 256."""
+    config = ModelConfig.load(REAL)
+    plan = make_plan(config, weights=0, max_context=1_000_000, max_sessions=1, headroom=512, available=0, stages=3)
+    key, index, tokens = 448 + 7 + 2 * 64, 64 + 4, -(-1_000_000 // 256) * 256
+    assert plan.entries == 21 * tokens // 4 * key + 20 * tokens // 128 * key
+    assert plan.index_keys == 21 * tokens // 4 * index
+    assert plan.windows == 43 * (128 + 512) * key
+    assert plan.draft == (128 + 512) * (3 * key + 3 * 4096 * 4) + 5 * key  # and the block
+    assert plan.compressor_rows == 21 * (8 + 512) * 2 * (512 + 128) * 8 + 20 * (128 + 512) * 512 * 8
+    assert 3.5e9 < plan.state < 3.9e9
