@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -123,17 +124,19 @@ def generate(model, prompt, prompt_file, tokens, as_json, settings, spec, record
     request = read_prompt(prompt, prompt_file, tokens)
     with Bars() as bars:
         engine, load_s = load_engine(model, {**settings, "max_sessions": 1, "gate": gate}, bars)
-        recorder = Recorder("prompt") if record_rounds else None
+        recorder = Recorder("prompt", record_rounds, engine, f"{model}, --spec {spec}") if record_rounds else None
         printer = None if as_json else partial(_print_step, bars, engine.tokenizer is not None)
         try:
             result = complete(engine, request, params, bars, printer, spec, recorder)
         except KeyboardInterrupt:
             if not as_json:
                 say("")
+            if recorder:
+                recorder.write()
             raise
     say(json.dumps(_record(result, load_s), ensure_ascii=False) if as_json else "")
     if recorder:
-        recorder.write(record_rounds, engine, f"{model}, --spec {spec}")
+        recorder.write()
 
 
 def _print_step(bars: Bars, text: bool, step) -> None:
@@ -167,9 +170,11 @@ def inspect(directory, as_json, deep):
       python -m dsv4 inspect nano
       python -m dsv4 inspect /models/DeepSeek-V4-Flash --json
     """
+    from .config import RunConfig
     from .engine import model_directory
     from .inspection import describe, render
 
+    RunConfig.from_env()  # a misspelt setting is an error here too
     report = describe(model_directory(directory), deep=deep)
     say(json.dumps(report, ensure_ascii=False) if as_json else render(report))
 
@@ -244,6 +249,9 @@ def parity(ctx, a, b, margin, as_json):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command → its exit status: 2 for what the user can mend (one line on stderr), 130 after Ctrl-C."""
+    if sys.stdout is None or sys.stdout.closed:
+        print("dsv4: error: standard output: expected it open, found it closed", file=sys.stderr)
+        return 2
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?" instead of failing
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     with quiet_follower():
@@ -268,4 +276,10 @@ def _run(arguments: list[str]) -> int:
         return 141
     except Dsv4Error as error:
         print(f"dsv4: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"dsv4: error: standard output: expected to write to it, found: {error.strerror}", file=sys.stderr)
         return 2

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import wraps
 from pathlib import Path
 
 import click
 
 from .cli_support import Bars, engine_options, load_engine, model_option, say
+from .errors import InputError
 from .gate.records import RecordedRound, Recording, write_rounds
 
 GATE_OPTIONS = {
@@ -46,10 +48,13 @@ def spec_options(command):
 
 
 class Recorder:
-    """Sees every round of a run and writes them as a recording."""
+    """Sees every round of a run and writes them as a recording. Raises InputError at once for a place it cannot write to."""
 
-    def __init__(self, name: str):
-        self.name, self.rounds = name, []
+    def __init__(self, name: str, path: Path, engine, source: str):
+        self.name, self.path, self.source, self.rounds = name, path, source, []
+        self.block = engine.config.dspark.block_size if engine.draft else 1
+        if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise InputError(f"{path}: expected a place to write rounds to, found none")
 
     def __call__(self, found) -> None:
         self.rounds.append(
@@ -64,10 +69,10 @@ class Recorder:
             )
         )
 
-    def write(self, path: Path, engine, source: str) -> None:
-        """The recording; nothing where nothing was drafted for want of a draft module or of tokens."""
-        block = engine.config.dspark.block_size if engine.draft else 1
-        write_rounds(path, Recording(block, {self.name: self.rounds}, source=source))
+    def write(self) -> None:
+        """The recording; nothing where there was no round, as of an answer of one token."""
+        if self.rounds:
+            write_rounds(self.path, Recording(self.block, {self.name: self.rounds}, source=self.source))
 
 
 @click.command()

@@ -115,7 +115,7 @@ class ModelConfig:
             raise ConfigError(f"{path}: not found; expected a checkpoint directory with config.json") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not JSON: {error}") from None
         return cls.from_dict(raw, str(path))
 
@@ -379,6 +379,12 @@ def default_threads(sharing: int = 1) -> int:
     return max(1, cores // sharing)
 
 
+def _parse_rank(name: str, text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ConfigError(f"{name}: expected a rank, 0 or more; found {text!r}")
+    return int(text)
+
+
 def _parse_count(name: str, text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise ConfigError(f"{name}: expected an integer >= 1, found {text!r}")
@@ -411,7 +417,7 @@ class World:
         timeout = _parse_count("DSV4_INIT_TIMEOUT", env.get("DSV4_INIT_TIMEOUT", str(cls.init_timeout)))
         for size, rank in _LAUNCHERS:
             if size in env and rank in env:
-                return cls(int(env[rank]), _parse_count(size, env[size]), timeout)
+                return cls(_parse_rank(rank, env[rank]), _parse_count(size, env[size]), timeout)
         return cls(init_timeout=timeout)
 
 
@@ -447,6 +453,8 @@ class RunConfig:
             value = getattr(self, name)
             if (type(value) is not int or value < 1) and not (name == "max_context" and value is None):
                 raise _expected("run settings", name, "an integer >= 1", value)
+        if type(self.debug) is not bool:
+            raise _expected("run settings", "debug", "true or false", self.debug)
 
     @classmethod
     def from_env(cls, sharing: int = 1, **overrides: Any) -> RunConfig:

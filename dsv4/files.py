@@ -13,9 +13,14 @@ from typing import BinaryIO
 def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """A binary file that takes the place of `path` when the block ends, and vanishes if it raises.
 
-    An older file stays until then. Raises OSError where it cannot be written.
+    An older file stays until then. A link is followed; what is no regular file (a device, a pipe) is written to as it
+    is. Raises OSError where it cannot be written.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        with open(path, "wb") as file:
+            yield file
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(temporary, "wb") as file:

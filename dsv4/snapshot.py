@@ -56,7 +56,7 @@ class Snapshot:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}
         except OSError as error:
             raise StateError(f"snapshot {path}: expected a readable file; {error}") from error
-        except SafetensorError as error:
+        except (SafetensorError, TypeError) as error:  # TypeError: a type that no snapshot has
             raise StateError(f"snapshot {path}: expected a whole snapshot file, found a damaged one ({error})") from error
         if meta.get("format") != FORMAT:
             raise StateError(f"snapshot {path}: expected a file of format {FORMAT}, found {meta.get('format')!r}")

@@ -26,7 +26,7 @@ def _read_json(path: Path) -> dict:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected JSON; {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object; found {type(data).__name__}")

@@ -409,3 +409,55 @@ def test_bench_measures(run):
     status, table, _ = run("bench", *options)
     assert status == 0 and "decode tok/s" in table and "40" in table
     refused(run("bench", "--contexts", "8191", "--steps", 2), "contexts: expected 1 to 8190", "8191")
+
+
+def test_rounds_are_recorded_and_replayed(run, generate, tmp_path):
+    path = tmp_path / "rounds.json"
+    record = generate("--spec", "always", "--record-rounds", path, "--max-tokens", "30")["speculation"]
+    found = json.loads(path.read_text())
+    rounds = found["prompts"]["prompt"]
+    assert (len(rounds), sum(one["k"] for one in rounds)) == (record["rounds"], record["drafted"])
+    assert found["block_size"] == 5 and all(one["margin"] >= 0 and one["verify_ms"] > 0 for one in rounds if one["k"])
+    status, out, _ = run("gate", "replay", path, "--rule", "always", "--json")
+    assert status == 0 and json.loads(out)["lengths"]["prompt"] == [one["k"] for one in rounds]
+    assert refused(run("generate", "--prompt", "x", "--record-rounds", tmp_path / "no" / "where"), "expected a place to write")
+    generate("--max-tokens", "1", "--record-rounds", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_spec_changes_the_counters_and_nothing_else(generate):
+    off, always, gate = (generate("--spec", spec, "--max-tokens", "40") for spec in ("off", "always", "gate"))
+    assert off["text"] == always["text"] == gate["text"] and off["tokens"] == always["tokens"] == gate["tokens"]
+    assert [r["speculation"]["mode"] for r in (off, always, gate)] == ["off", "always", "gate"]
+    assert off["speculation"]["drafted"] == 0 < always["speculation"]["accepted"]
+
+
+def test_determinism(run):
+    status, out, _ = run("determinism", "--max-tokens", "25", "--json")
+    report = json.loads(out)
+    assert status == 0 and report["identical"] and len(report["cells"]) == 16
+    status, out, _ = run("determinism", "--max-tokens", "10")
+    assert status == 0 and "every token and every logit the same" in out
+
+
+def test_determinism_would_show_a_difference(run, monkeypatch):
+    from dsv4 import determinism
+
+    real = determinism.run
+
+    def wrong(engine, prompt, spec, n):
+        tokens, logits = real(engine, prompt, spec, n)
+        if spec == "always":
+            logits[7, 3] += 1e-3
+        return tokens, logits
+
+    monkeypatch.setattr(determinism, "run", wrong)
+    status, out, _ = run("determinism", "--max-tokens", "10")
+    assert status == 1 and "DIFFERENT" in out and "always/plain: first at token 7" in out
+
+
+def test_output_that_cannot_be_written():
+    for redirect, message in ((">&-", "found it closed"), (">/dev/full", "No space left")):
+        command = f"exec {sys.executable} -m dsv4 generate --prompt x --max-tokens 3 --temperature 0 {redirect}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
