@@ -10,11 +10,11 @@ import numpy as np
 from ..config import ModelConfig
 from ..ops import IndexCache, Ops, open_ops
 from ..plan import index_key_bytes
-from ..state import PAGE_POSITIONS
 from .timing import bandwidth, record, seconds, thread_counts
 
 ROWS = 6
 ENTRIES = (4096, 16384, 65536)
+PAGE_ENTRIES = 64  # of 256 positions
 COLD = 256 << 20  # bytes that calls go through before they come back to the same
 
 
@@ -83,7 +83,7 @@ def indexer(config: ModelConfig, threads: int, speed: float, repeats: int, count
     """Scores of compressed entries and the choice among them, for one row."""
     ops, rng, c = open_ops("cpu", threads=threads), np.random.default_rng(0), config
     size = index_key_bytes(c)
-    page = PAGE_POSITIONS // 4
+    page = PAGE_ENTRIES
     pages = max(ceil(COLD / 4 / size), 2 * max(counts)) // page
     cache = IndexCache(
         rng.integers(0, 256, (pages * page, c.index_head_dim // 2), np.uint8),
