@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dsv4
-from dsv4 import synth
+from dsv4 import formats, synth
 from dsv4.checkpoint import INDEX, Checkpoint
 from dsv4.cli import main
 from dsv4.config import ModelConfig
@@ -88,9 +88,23 @@ def test_a_layer_does_not_depend_on_the_number_of_layers(tmp_path, small):
     assert all(here[name] == data for name, data in short.items())
 
 
+def test_linears_keep_the_variance_of_their_input(small):
+    """Decoded weights are K^-½ wide, so that an output is as wide as the inputs. And no two are alike."""
+    seen = set()
+    with Checkpoint(small) as checkpoint:
+        layout = check(checkpoint, ModelConfig.load(small))
+        for name, tensor in layout.tensors.items():
+            if tensor.row.format in ("fp8", "fp4") and name.endswith(".weight"):
+                weight, scale = checkpoint.view(name).view(np.uint8), checkpoint.view(name[:-6] + "scale")
+                values = (formats.decode_fp8 if tensor.row.format == "fp8" else formats.decode_fp4)(weight, scale)
+                assert 0.35 < values.std() * values.shape[1] ** 0.5 < 2.83, name  # rounding of the scale, then a factor 2
+                assert weight.tobytes()[:64] not in seen
+                seen.add(weight.tobytes()[:64])
+
+
 def test_blocks_are_cut_where_items_end(monkeypatch):
     table = next(t for n, t in expected(NANO, ()).items() if t.dtype == "I64")
-    monkeypatch.setattr(synth, "_BLOCK", 100)
+    monkeypatch.setattr(synth, "_BLOCK", 104)  # 13 ids: half a row too many
     ids = np.frombuffer(b"".join(synth.draw("x", table, 0)), np.int64).reshape(table.shape)
     assert ids.min() == 0 and ids.max() == NANO.n_routed_experts - 1
     assert all(len(set(row)) == len(row) for row in ids.tolist())
