@@ -44,7 +44,7 @@ cdef extern from "kernels.h" nogil:
         const matrix *w
         const float *x
         float *y
-        int64_t rows
+        int64_t rows, stride
         int groups, slices
 
     cdef struct swiglu_args:
@@ -67,9 +67,10 @@ cdef extern from "kernels.h" nogil:
         float limit
         int slices
         float *plain
-        float *paired
+        void *packed
         float *act
         float *totals
+        int wide
         int64_t next_inner, next_output
 
     cdef struct kernels:
@@ -79,7 +80,8 @@ cdef extern from "kernels.h" nogil:
         team_fn moe
         team_fn embed, act_quant, rmsnorm, hc_pre, hc_post, mean_streams, rope_angles, rotate, encode_keys, decode_keys
         team_fn attend, compress_store, compress_pool, index_quant, decode_index, index_select, entry_places, gate, nonfinite
-        void (*deinterleave)(const float *x, float *y, int64_t n) noexcept nogil
+        void (*quads)(const float *x, float *y, int64_t rows, int64_t k) noexcept nogil
+        const kernels *plain
     const kernels *kernels_find(const char *isa)
 
 
@@ -90,7 +92,7 @@ cdef class Team:
     cdef readonly int threads
 
     def __init__(self, int threads, isa=None):
-        """threads 1..256; isa "scalar", "avx2", "avx512" or None for the best this machine has."""
+        """threads 1..256; isa "scalar", "avx2", "avx512", "avx512bf16" or None for the best this machine has."""
         if not 1 <= threads <= TEAM_MAX:
             raise ConfigError(f"threads: expected 1 to {TEAM_MAX}, found {threads}")
         self.kernels = kernels_find(NULL) if isa is None else kernels_find(isa.encode())
@@ -118,7 +120,7 @@ cdef class Team:
 
 def instruction_sets() -> list:
     """The instruction sets this machine and build can run, plainest first."""
-    return [isa for isa in ("scalar", "avx2", "avx512") if kernels_find(isa.encode()) is not NULL]
+    return [isa for isa in ("scalar", "avx2", "avx512", "avx512bf16") if kernels_find(isa.encode()) is not NULL]
 
 
 cdef class Buffer:

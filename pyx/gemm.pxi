@@ -81,6 +81,10 @@ cdef class Bank:
         PyMem_Free(self.matrices)
 
 
+cdef inline int64_t to_64(int64_t n) noexcept nogil:
+    return (n + 63) // 64 * 64
+
+
 cdef int check_slices(int slices, int64_t k, format fmt) except -1:
     cdef bint packed = fmt == FORMAT_FP8 or fmt == FORMAT_FP4
     if slices == 1:
@@ -98,18 +102,19 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
     check_slices(slices, w.m.k, w.m.format)
     if groups < 1 or w.m.n % groups:
         raise InputError(f"grouped linear: expected outputs in {groups} equal groups, found {w.shape[0]}")
-    cdef Buffer xs = floats(x, w.m.k * groups), paired
-    a.w, a.rows, a.groups, a.slices = &w.m, xs.view.shape[0], groups, slices
+    cdef Buffer xs = floats(x, w.m.k * groups), quads
+    a.w, a.rows, a.groups, a.slices, a.stride = &w.m, xs.view.shape[0], groups, slices, w.m.k
     y = empty((a.rows, w.m.n), float32)
     cdef Buffer ys = Buffer(y)
     a.x, a.y = <const float *>xs.view.buf, <float *>ys.view.buf
     if a.rows == 0 or w.m.n == 0:
         return y
     if w.m.format == FORMAT_FP4:
-        paired = Buffer(empty(xs.view.len // 4, float32))
+        a.stride = to_64(w.m.k)
+        quads = Buffer(empty(a.rows * groups * a.stride, float32))
         with nogil:
-            team.kernels.deinterleave(a.x, <float *>paired.view.buf, xs.view.len // 4)
-        a.x = <const float *>paired.view.buf
+            team.kernels.quads(a.x, <float *>quads.view.buf, a.rows * groups, w.m.k)
+        a.x = <const float *>quads.view.buf
     team.run(team.kernels.linear, &a, team.share(<double>a.rows * w.m.n * w.m.k))
     return y
 
@@ -147,7 +152,7 @@ cdef class MoeScratch:
     def __cinit__(self, Bank bank, int64_t rows, int64_t k, int slices, int threads):
         cdef int64_t entries = rows * (k + 1), total = 0
         cdef int64_t[9] sizes = [
-            4 * rows * bank.dim, 4 * rows * bank.dim if bank.any_fp4 else 0, 4 * entries * bank.inner,
+            4 * rows * bank.dim, 4 * rows * to_64(bank.dim) if bank.any_fp4 else 0, 4 * entries * to_64(bank.inner),
             4 * MOE_WIDTH * threads * slices * rows, 4 * (bank.experts + 1), 8 * (bank.experts + 2), 4 * entries,
             4 * entries, 8 * bank.experts,
         ]
@@ -159,7 +164,7 @@ cdef class MoeScratch:
         if self.memory is NULL:
             raise MemoryError(f"moe: no {total} bytes for {rows} rows")
         self.a.plain = <float *>(self.memory + at[0])
-        self.a.paired = <float *>(self.memory + at[1]) if bank.any_fp4 else NULL
+        self.a.packed = <void *>(self.memory + at[1]) if bank.any_fp4 else NULL
         self.a.act = <float *>(self.memory + at[2])
         self.a.totals = <float *>(self.memory + at[3])
         self.a.expert = self.expert = <int32_t *>(self.memory + at[4])
@@ -224,6 +229,9 @@ def moe(Team team, x, ids, weights, Bank bank, float limit, int slices):
     cdef moe_args *a = &scratch.a
     a.matrices, a.x, a.y = bank.matrices, <const float *>xs.view.buf, <float *>ys.view.buf
     a.rows, a.d, a.inner, a.limit, a.slices = rows, bank.dim, bank.inner, limit, slices
-    a.next_inner = a.next_output = 0
+    a.next_inner = a.next_output = a.wide = 0
     team.run(team.kernels.moe, a, threads)
+    if a.wide:
+        a.next_inner = a.next_output = 0
+        team.run(team.kernels.plain.moe, a, threads)
     return y

@@ -114,6 +114,66 @@ def test_every_row_to_one_expert(cpu):
         same_bits(y[r], cpu.moe(x[r], ids[r], weight[r], bank, 10.0, 1))
 
 
+def test_rounded_inputs_from_the_least_to_the_most():
+    """FP4 sums of four products are exact for every e4m3 value, subnormals too: no instruction set may round inside."""
+    d, inner, experts = 192, 128, 4
+    arrays, (ids, weight) = layer(d, inner, experts, "fp4"), routing(70, experts, 2)
+    rng = np.random.default_rng(3)
+    x = rng.choice([-1, 1], (70, d)) * np.exp2(rng.integers(-9, 9, (70, d))) * rng.choice([1, 1.125, 1.75], (70, d))
+    x[:, ::64] = 448
+    x[:, 1::64] = 2.0**-9 * np.arange(70)[:, None] % 8
+    x[7], x[8, 128:], x[9] = 0, 0, x[9] * 2.0**90
+    x = np.minimum(x, 448 * 2.0**90).astype(np.float32)
+    x[9] = np.clip(x[9], -448 * 2.0**90, 448 * 2.0**90)
+    expected = None
+    for isa in ISAS:
+        ops = CpuOps(2, isa)
+        bank = bank_of(ops, arrays)
+        for t in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 70):
+            for start in (0, 70 - t):
+                r = slice(start, start + t)
+                y = ops.moe(x[r], ids[r], weight[r], bank, 10.0, 1)
+                if expected is None:
+                    rows = [slice(i, i + 1) for i in range(70)]
+                    expected = np.concatenate([ops.moe(x[i], ids[i], weight[i], bank, 10.0, 1) for i in rows])
+                    assert np.isfinite(expected).all()
+                same_bits(y, expected[r], f"{isa}, rows {start} to {start + t}")
+
+
+def test_scales_from_the_least_to_the_most():
+    d, inner = 128, 128
+    routed, shared = layer(d, inner, 2, "fp4")
+    for w in routed[0]:
+        w[2][...] = np.arange(w[2].size).reshape(w[2].shape) % 255
+    expected, x = None, inputs(9, d)
+    for isa in ISAS:
+        ops = CpuOps(1, isa)
+        bank = bank_of(ops, (routed, shared))
+        for t in (1, 9):
+            y = ops.moe(x[:t], np.zeros((t, 1), np.int32), np.ones((t, 1), np.float32), bank, 10.0, 1)
+            y[np.isnan(y)] = np.nan
+            expected = y if expected is None else expected
+            same_bits(y[:1], expected, f"{isa}, {t} rows")
+
+
+def test_products_beyond_float32():
+    """Where four products overflow, their order shows: every instruction set must have the same."""
+    d, inner = 128, 128
+    routed, shared = layer(d, inner, 1, "fp4")
+    routed[0][0][1][...] = routed[0][2][1][...] = 0x77
+    shared[0][1][...] = shared[2][1][...] = 0
+    ids, weight, found = np.zeros((2, 1), np.int32), np.ones((2, 1), np.float32), []
+    x = np.zeros((2, d), np.float32)
+    x[0, :4] = 4e37, 4e37, -4e37, -4e37
+    x[1] = inputs(1, d)
+    for isa in ISAS:
+        ops = CpuOps(1, isa)
+        found.append(ops.moe(x, ids, weight, bank_of(ops, (routed, shared)), 10.0, 1))
+    assert np.isfinite(found[0]).all() and (found[0][0] != 0).all()
+    for isa, y in zip(ISAS, found):
+        same_bits(y, found[0], isa)
+
+
 def test_no_rows(cpu):
     bank = bank_of(cpu, layer(128, 128, 2, "fp4"))
     y = cpu.moe(inputs(0, 128), np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32), bank, 10.0, 1)

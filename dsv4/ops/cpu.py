@@ -19,7 +19,7 @@ class CpuOps(RowsMixin, Ops):
     name = "cpu"
 
     def __init__(self, threads: int = 1, isa: str | None = None) -> None:
-        """threads: 1 to 256, the caller's own among them. isa: "scalar", "avx2", "avx512"; None: the best there is.
+        """threads: 1 to 256, the caller's own among them. isa: "scalar", "avx2", "avx512", "avx512bf16"; None: the best there is.
 
         Raises ConfigError for a wrong number of threads, BackendError for an instruction set that is not there.
         """

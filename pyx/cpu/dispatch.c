@@ -9,9 +9,10 @@ static int has(const char *isa)
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (!strcmp(isa, "avx2")) return avx2;
-    if (!strcmp(isa, "avx512"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (!strcmp(isa, "avx512")) return avx512;
+    if (!strcmp(isa, "avx512bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
     return 0;
 }
@@ -20,7 +21,7 @@ const struct kernels *kernels_find(const char *isa)
 {
     static const struct kernels *const tables[] = {
 #if defined(__x86_64__)
-        &kernels_avx512, &kernels_avx2,
+        &kernels_avx512bf16, &kernels_avx512, &kernels_avx2,
 #endif
         &kernels_scalar,
     };

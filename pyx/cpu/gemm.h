@@ -1,23 +1,31 @@
 /* Linears over packed weights: y = x · wᵀ.
  *
- * Order of every sum, whatever the number of rows: k in chunks of 512; inside a chunk lane l of 16 takes
- * k = l, l+16, .. (FP4: of each group of 32, k = 2l then 2l+1) by fused multiply-add; the lanes are added by v16_sum;
- * chunk sums are added in ascending order. A slice of k starts its own chunks; slices are added as a binary tree.
- * Weights are decoded exactly (scales are powers of two), so decoding into registers (few rows) or into a tile that
- * many rows share gives the same bits.
+ * Order of every sum, whatever the number of rows: k in chunks of 512 (FP4: 1024); inside a chunk lane l of 16 takes
+ *   FP8, bf16, f32: k = l, l+16, .. by fused multiply-add;
+ *   FP4: of each 64 inputs k = 4l .. 4l+3, codes as they are; the sum of the four products (exact for rounded
+ *        activations) times the scale of their group of 32 is added, rounded once.
+ * The lanes are added by v16_sum; chunk sums are added in ascending order. A slice of k starts its own chunks; slices
+ * are added as a binary tree. Decoding into registers (few rows) and into a tile that many rows share are the same
+ * numbers, so they give the same bits.
  *
- * K is walked in groups of 32, two vectors a group; what is missing of the last group counts as zeros.
+ * K is walked in steps; what is missing of the last one counts as zeros.
  */
 #define CHUNK 512                  /* k of one partial sum */
-#define GROUP 32                   /* k of one step */
-#define GROUPS (CHUNK / GROUP)
+#define CHUNK_FP4 1024
+#define TILE_STRIDE (CHUNK_FP4 + 16) /* floats; not a power of two: rows of a tile must not share cache sets */
+#define GROUP 32                   /* k of one FP4 scale */
 #define BLOCK 64                   /* rows computed together */
 #define MAX_SLICES 8
 #define FEW (3 * V16_ROWS)         /* up to so many rows, weights are decoded in registers */
 #define INLINE static inline __attribute__((always_inline))
 
-static const int FN(group_bytes)[] = {[FORMAT_FP8] = 32, [FORMAT_FP4] = 16, [FORMAT_BF16] = 64, [FORMAT_F32] = 128};
+/* Forms of weights: as stored, or floats of an FP4 tile, still without scales. */
+enum { TILE_FP4 = FORMAT_F32 + 1, FORMS };
+static const int FN(step)[FORMS] = {128, 64, 32, 32, 64};
+static const int FN(step_bytes)[FORMS] = {128, 32, 64, 128, 256};
+#define IS_FP4(form) ((form) == FORMAT_FP4 || (form) == TILE_FP4)
 
+/* n a multiple of 32: of each 32 the even ones, then the odd ones */
 static void FN(deinterleave)(const float *x, float *y, int64_t n)
 {
     for (int64_t k = 0; k < n; k += 32) {
@@ -28,100 +36,152 @@ static void FN(deinterleave)(const float *x, float *y, int64_t n)
     }
 }
 
-/* One group of weights; for FP8 `scale` holds a factor 256 that v16_e4m3_raw leaves out. */
-INLINE void FN(decode)(const int format, const uint8_t *p, float scale, v16 *a, v16 *b)
+/* FP4 inputs: 64 floats as those of k = 4l, 4l+1, 4l+2, 4l+3; k ends with zeros at a multiple of 64. */
+static void FN(quads)(const float *x, float *y, int64_t rows, int64_t k)
 {
-    if (format == FORMAT_FP8) {
-        *a = v16_mul(v16_e4m3_raw(p), v16_set1(scale));
-        *b = v16_mul(v16_e4m3_raw(p + 16), v16_set1(scale));
-    } else if (format == FORMAT_FP4) {
-        v16_e2m1(p, scale, a, b);
-    } else if (format == FORMAT_BF16) {
-        *a = v16_bf16((const uint16_t *)p);
-        *b = v16_bf16((const uint16_t *)(p + 32));
-    } else {
-        *a = v16_load((const float *)p);
-        *b = v16_load((const float *)(p + 64));
+    for (int64_t t = 0; t < rows; t++, x += k)
+        for (int64_t at = 0; at < k; at += 64, y += 64) {
+            float some[64] = {0}, even[32], odd[32];
+            const float *p = x + at;
+            if (k - at < 64) p = memcpy(some, p, sizeof(float) * (size_t)(k - at));
+            for (int half = 0; half < 2; half++) {
+                v16 a, b;
+                v16_deinterleave(p + 32 * half, &a, &b);
+                v16_store(even + 16 * half, a);
+                v16_store(odd + 16 * half, b);
+            }
+            v16 q[4];
+            v16_deinterleave(even, &q[0], &q[2]);
+            v16_deinterleave(odd, &q[1], &q[3]);
+            for (int i = 0; i < 4; i++) v16_store(y + 16 * i, q[i]);
+        }
+}
+
+#ifdef V16_BF16
+#include "gemm_pairs.h"
+#endif
+
+/* Vector i of a step of 32. */
+INLINE v16 FN(decode)(const int form, const uint8_t *p, int i)
+{
+    if (form == FORMAT_BF16) return v16_bf16((const uint16_t *)(p + 32 * i));
+    return v16_load((const float *)(p + 64 * i));
+}
+
+/* One step: adds to acc[r · C + c]. */
+INLINE void FN(advance)(const int form, const int R, const int C, const uint8_t *const *w, const float *const *scale,
+                        const float *const *x, v16 *acc)
+{
+    if (form == FORMAT_FP8) {
+        v16 s[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) s[c] = v16_set1(scale[c][0] * 256.0f); /* v16_e4m3_raw leaves the 256 out */
+        for (int i = 0; i < 8; i++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) {
+                const v16 a = v16_mul(v16_e4m3_raw(w[c] + 16 * i), s[c]);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+                    acc[r * C + c] = v16_fma(a, v16_load(x[r] + 16 * i), acc[r * C + c]);
+            }
+        return;
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+        v16 q[4];
+        if (IS_FP4(form)) {
+            if (form == FORMAT_FP4) v16_e2m1_quads(w[c], q);
+            else
+                for (int i = 0; i < 4; i++) q[i] = v16_load((const float *)w[c] + 16 * i);
+            const v16 s = v16_halves(scale[c]);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                v16 sum = v16_mul(q[0], v16_load(x[r]));
+                for (int i = 1; i < 4; i++) sum = v16_fma(q[i], v16_load(x[r] + 16 * i), sum);
+                acc[r * C + c] = v16_fma(sum, s, acc[r * C + c]);
+            }
+        } else {
+            for (int i = 0; i < 2; i++) {
+                q[i] = FN(decode)(form, w[c], i);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+                    acc[r * C + c] = v16_fma(q[i], v16_load(x[r] + 16 * i), acc[r * C + c]);
+            }
+        }
     }
 }
 
-/* Sums over one chunk of R rows and C outputs: sum[r · C + c]. scale[c]: one float a group. */
-INLINE void FN(dot)(const int format, const int R, const int C, const uint8_t *const *weight,
+/* Sums over one chunk of R rows and C outputs: sum[r · C + c]. scale[c]: one float a block of 128, or a group of 32. */
+INLINE void FN(dot)(const int form, const int R, const int C, const uint8_t *const *weight,
                     const float *const *scale, const float *const *x, int64_t len, float *sum)
 {
-    const int bytes = FN(group_bytes)[format];
-    const int scaled = format == FORMAT_FP8 || format == FORMAT_FP4;
+    const int step = FN(step)[form], bytes = FN(step_bytes)[form], scales = IS_FP4(form) ? 2 : form == FORMAT_FP8;
     v16 acc[16];
+    const uint8_t *w[4];
+    const float *s[4] = {NULL}, *v[4];
+#pragma GCC unroll 16
     for (int i = 0; i < R * C; i++) acc[i] = v16_zero();
     int64_t g = 0;
-    for (; g < len / GROUP; g++)
+    for (; g < len / step; g++) {
+#pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
-            v16 a, b;
-            FN(decode)(format, weight[c] + g * bytes, scaled ? scale[c][g] : 0, &a, &b);
-            for (int r = 0; r < R; r++) {
-                acc[r * C + c] = v16_fma(a, v16_load(x[r] + g * GROUP), acc[r * C + c]);
-                acc[r * C + c] = v16_fma(b, v16_load(x[r] + g * GROUP + 16), acc[r * C + c]);
-            }
+            w[c] = weight[c] + g * bytes;
+            if (scales) s[c] = scale[c] + g * scales;
         }
-    int rest = (int)(len % GROUP);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) v[r] = x[r] + g * step;
+        FN(advance)(form, R, C, w, s, v, acc);
+    }
+    const int rest = (int)(len % step);
     if (rest) {
-        float tail[4][GROUP] = {{0}};
-        for (int r = 0; r < R; r++) memcpy(tail[r], x[r] + g * GROUP, sizeof(float) * (size_t)rest);
-        for (int c = 0; c < C; c++) {
-            uint8_t codes[4 * GROUP] = {0};
-            v16 a, b;
-            memcpy(codes, weight[c] + g * bytes, (size_t)(rest * bytes / GROUP));
-            FN(decode)(format, codes, scaled ? scale[c][g] : 0, &a, &b);
-            for (int r = 0; r < R; r++) {
-                acc[r * C + c] = v16_fma(a, v16_load(tail[r]), acc[r * C + c]);
-                acc[r * C + c] = v16_fma(b, v16_load(tail[r] + 16), acc[r * C + c]);
-            }
+        float tail[4][128] = {{0}};
+        uint8_t codes[4][256] = {{0}};
+        for (int r = 0; r < R; r++) {
+            v[r] = x[r] + g * step;
+            if (!IS_FP4(form)) v[r] = memcpy(tail[r], v[r], sizeof(float) * (size_t)rest);
         }
+        for (int c = 0; c < C; c++) {
+            const int part = form == TILE_FP4 ? bytes : rest * bytes / step;
+            w[c] = memcpy(codes[c], weight[c] + g * bytes, (size_t)part);
+            if (scales) s[c] = scale[c] + g * scales;
+        }
+        FN(advance)(form, R, C, w, s, v, acc);
     }
     for (int i = 0; i < R * C; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
 }
 
 /* Sums over one chunk; rows is 1, 2 or V16_ROWS. Returns how many outputs it did. */
-#define DOT(format) \
-    (rows == 1   ? (FN(dot)(format, 1, 4, weight, scale, x, len, sum), 4) \
-     : rows == 2 ? (FN(dot)(format, 2, V16_COLUMNS, weight, scale, x, len, sum), V16_COLUMNS) \
-                 : (FN(dot)(format, V16_ROWS, V16_COLUMNS, weight, scale, x, len, sum), V16_COLUMNS))
+#define DOT(form) \
+    (rows == 1   ? (FN(dot)(form, 1, 4, weight, scale, x, len, sum), 4) \
+     : rows == 2 ? (FN(dot)(form, 2, V16_COLUMNS, weight, scale, x, len, sum), V16_COLUMNS) \
+                 : (FN(dot)(form, V16_ROWS, V16_COLUMNS, weight, scale, x, len, sum), V16_COLUMNS))
 
-static int FN(dot_any)(enum format format, int rows, const uint8_t *const *weight, const float *const *scale,
+static int FN(dot_any)(int form, int rows, const uint8_t *const *weight, const float *const *scale,
                        const float *const *x, int64_t len, float *sum)
 {
-    switch (format) {
+    switch (form) {
     case FORMAT_FP8: return DOT(FORMAT_FP8);
     case FORMAT_FP4: return DOT(FORMAT_FP4);
     case FORMAT_BF16: return DOT(FORMAT_BF16);
+    case TILE_FP4: return DOT(TILE_FP4);
     default: return DOT(FORMAT_F32);
     }
 }
 
 /* Where the weights of one chunk of a strip are, as dot wants them. */
 struct FN(chunk) {
-    enum format format;
+    int form;
     const uint8_t *weight[STRIP];
     const float *scale[STRIP];
-    float scales[STRIP][GROUPS];
+    float scales[STRIP][CHUNK_FP4 / GROUP];
 };
 
-/* The scales of output n for the groups of one chunk. */
-INLINE v16 FN(scales)(const struct matrix *w, int64_t n, int64_t k, int64_t len)
+/* e8m0: the byte is the exponent; 2^-127, byte 0, is a subnormal */
+INLINE v16 FN(scales)(const uint8_t *p, int count)
 {
-    const int groups = (int)((len + GROUP - 1) / GROUP);
-    uint8_t some[GROUPS] = {0};
-    const uint8_t *bytes = some;
-    if (w->format == FORMAT_FP8) {
-        const uint8_t *p = w->scale + n / 128 * w->scale_stride;
-        for (int g = 0; g < groups; g++) some[g] = p[(k + g * GROUP) / 128];
-    } else if (groups == GROUPS) {
-        bytes = w->scale + n * w->scale_stride + k / GROUP;
-    } else {
-        memcpy(some, w->scale + n * w->scale_stride + k / GROUP, (size_t)groups);
-    }
-    /* e8m0: the byte is the exponent; 2^-127, byte 0, is a subnormal */
-    return v16i_float(v16i_max(v16i_shl(v16i_load_u8(bytes), 23), v16i_set1(0x00400000)));
+    uint8_t some[16] = {0};
+    if (count < 16) p = memcpy(some, p, (size_t)count);
+    return v16i_float(v16i_max(v16i_shl(v16i_load_u8(p), 23), v16i_set1(0x00400000)));
 }
 
 /* Whether an e4m3 code is a NaN. */
@@ -138,71 +198,76 @@ static int FN(any_nan)(const uint8_t *codes, int64_t len)
     return (seen & 0x8080808080808080) != 0;
 }
 
-/* Outputs n0 .. n0+nn−1, inputs k .. k+len−1. raw: for decoding in registers, FP8 scales get the 256 that v16_e4m3_raw
- * leaves out; 0 where that is not exact or a code is a NaN. */
-static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0, int nn, int64_t k, int64_t len,
-                    int raw)
+/* Outputs n0 .. n0+nn−1, inputs k .. k+len−1. Whether it can be decoded in registers: no FP8
+ * code is a NaN, no scale times 256 too large. */
+static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0, int nn, int64_t k, int64_t len)
 {
-    const int bytes = FN(group_bytes)[w->format], fp8 = w->format == FORMAT_FP8;
+    const int step = FN(step)[w->format], bytes = FN(step_bytes)[w->format], fp8 = w->format == FORMAT_FP8;
+    const int unit = fp8 ? 128 : GROUP, count = (int)((len + unit - 1) / unit);
     int ok = 1;
-    chunk->format = w->format;
+    chunk->form = w->format;
     for (int c = 0; c < (nn + 3) / 4 * 4; c++) {
         const int64_t n = n0 + (c < nn ? c : nn - 1); /* dot takes four: the last one again fills up */
-        chunk->weight[c] = w->weight + n * w->weight_stride + k * bytes / GROUP;
-        if (fp8 && raw && FN(any_nan)(chunk->weight[c], len)) ok = 0;
+        chunk->weight[c] = w->weight + n * w->weight_stride + k * bytes / step;
+        /* the same of the next outputs: memory is slow to begin, above all at a new page */
+        for (int64_t i = 0; i < len * bytes / step && nn <= 4; i += 64)
+            __builtin_prefetch(chunk->weight[c] + 4 * w->weight_stride + i, 0, 2);
+        if (fp8 && FN(any_nan)(chunk->weight[c], len)) ok = 0;
         if (c && (c >= nn || (fp8 && n % 128))) {
             chunk->scale[c] = chunk->scale[c - 1];
         } else if (fp8 || w->format == FORMAT_FP4) {
-            v16 scale = FN(scales)(w, n, k, len);
-            if (fp8 && raw) {
-                if (v16_hmax(scale) > 0x1p119f) ok = 0;
-                scale = v16_mul(scale, v16_set1(256.0f));
+            const uint8_t *p = w->scale + (fp8 ? n / 128 : n) * w->scale_stride + k / unit;
+            for (int i = 0; i < count; i += 16) {
+                const v16 scale = FN(scales)(p + i, count - i);
+                if (fp8 && v16_hmax(scale) > 0x1p119f) ok = 0;
+                v16_store(chunk->scales[c] + i, scale);
             }
-            v16_store(chunk->scales[c], scale);
             chunk->scale[c] = chunk->scales[c];
         }
     }
     return ok;
 }
 
-/* len weights of one output as floats, the last group filled up with zeros. Unlike decode it knows every scale and NaN. */
-INLINE void FN(decode_row)(const int format, const uint8_t *p, const float *scale, int64_t len, float *out)
+/* len weights of one output as floats (FP4: without their scales), the last step filled up with zeros. Any scale, any
+ * code. */
+INLINE void FN(decode_row)(const int form, const uint8_t *p, const float *scale, int64_t len, float *out)
 {
-    const int bytes = FN(group_bytes)[format], scaled = format == FORMAT_FP8 || format == FORMAT_FP4;
-    uint8_t padded[4 * GROUP];
-    for (int64_t g = 0; g * GROUP < len; g++, p += bytes, out += GROUP) {
-        if (len - g * GROUP < GROUP) {
+    const int step = FN(step)[form], bytes = FN(step_bytes)[form];
+    uint8_t padded[128];
+    for (int64_t k = 0; k < len; k += step, p += bytes, out += step) {
+        if (len - k < step) {
             memset(padded, 0, sizeof padded);
-            p = memcpy(padded, p, (size_t)((len - g * GROUP) * bytes / GROUP));
+            p = memcpy(padded, p, (size_t)((len - k) * bytes / step));
         }
-        v16 a, b;
-        if (format == FORMAT_FP8) {
-            a = v16_mul(v16_e4m3(p), v16_set1(scale[g]));
-            b = v16_mul(v16_e4m3(p + 16), v16_set1(scale[g]));
+        if (form == FORMAT_FP4) {
+            v16 q[4];
+            v16_e2m1_quads(p, q);
+            for (int i = 0; i < 4; i++) v16_store(out + 16 * i, q[i]);
+        } else if (form == FORMAT_FP8) {
+            for (int i = 0; i < 8; i++)
+                v16_store(out + 16 * i, v16_mul(v16_e4m3(p + 16 * i), v16_set1(scale[k / 128])));
         } else {
-            FN(decode)(format, p, scaled ? scale[g] : 0, &a, &b);
+            for (int i = 0; i < 2; i++) v16_store(out + 16 * i, FN(decode)(form, p, i));
         }
-        v16_store(out, a);
-        v16_store(out + 16, b);
     }
 }
 
-/* Decodes a chunk into a float tile [STRIP][CHUNK] and points there. */
+/* Decodes a chunk into a float tile [STRIP][TILE_STRIDE] and points there. */
 static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float *tile)
 {
     for (int c = 0; c < nn; c++) {
         const uint8_t *p = chunk->weight[c];
-        float *out = tile + c * CHUNK;
-        switch (chunk->format) {
+        float *out = tile + c * TILE_STRIDE;
+        switch (chunk->form) {
         case FORMAT_FP8: FN(decode_row)(FORMAT_FP8, p, chunk->scale[c], len, out); break;
-        case FORMAT_FP4: FN(decode_row)(FORMAT_FP4, p, chunk->scale[c], len, out); break;
+        case FORMAT_FP4: FN(decode_row)(FORMAT_FP4, p, NULL, len, out); break;
         case FORMAT_BF16: FN(decode_row)(FORMAT_BF16, p, NULL, len, out); break;
         default: FN(decode_row)(FORMAT_F32, p, NULL, len, out); break;
         }
     }
-    chunk->format = FORMAT_F32;
+    chunk->form = chunk->form == FORMAT_FP4 ? TILE_FP4 : FORMAT_F32;
     for (int c = 0; c < (nn + 3) / 4 * 4; c++)
-        chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * CHUNK);
+        chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * TILE_STRIDE);
 }
 
 /* Adds one chunk of a strip to sums [row][STRIP], or begins them; x[row] + at are its inputs. */
@@ -215,7 +280,7 @@ static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *co
         for (int i = 0; i < V16_ROWS; i++) xs[i] = x[r + (i < live ? i : live - 1)] + at;
         for (int c = 0, done; c < nn; c += done) {
             float sum[V16_ROWS * 4];
-            done = FN(dot_any)(chunk->format, live, chunk->weight + c, chunk->scale + c, xs, len, sum);
+            done = FN(dot_any)(chunk->form, live, chunk->weight + c, chunk->scale + c, xs, len, sum);
             for (int i = 0; i < live; i++)
                 for (int j = 0; j < done && c + j < nn; j++) {
                     float *to = sums + (r + i) * STRIP + c + j;
@@ -225,22 +290,24 @@ static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *co
     }
 }
 
-/* sums[slice][row][STRIP] of outputs n0 .. n0+nn−1 (nn <= STRIP) for rows <= BLOCK rows x[row], each [w->k]. */
+/* sums[slice][row][STRIP] of outputs n0 .. n0+nn−1 (nn <= STRIP) for rows <= BLOCK rows x[row], each [w->k]; for FP4
+ * as quads makes them. */
 static void FN(strip)(const struct matrix *w, int64_t n0, int nn, const float *const *x, int rows, int slices,
                       float *sums)
 {
-    float tile[STRIP * CHUNK];
+    float tile[STRIP * TILE_STRIDE];
     struct FN(chunk) chunk;
-    const int64_t width = w->k / slices;
-    for (int s = 0; s < slices; s++)
-        for (int64_t k = 0; k < width; k += CHUNK) {
-            const int64_t len = width - k < CHUNK ? width - k : CHUNK, at = s * width + k;
-            if (rows > FEW || !FN(look)(&chunk, w, n0, nn, at, len, 1)) {
-                FN(look)(&chunk, w, n0, nn, at, len, 0);
-                FN(decode_chunk)(&chunk, nn, len, tile);
+    const int64_t width = w->k / slices, most = w->format == FORMAT_FP4 ? CHUNK_FP4 : CHUNK;
+    const int columns = rows <= FEW ? 4 : STRIP; /* few rows: along whole rows of weights, as they lie */
+    for (int c = 0; c < nn; c += columns)
+        for (int s = 0; s < slices; s++)
+            for (int64_t k = 0; k < width; k += most) {
+                const int64_t len = width - k < most ? width - k : most, at = s * width + k;
+                const int live = nn - c < columns ? nn - c : columns;
+                if (!FN(look)(&chunk, w, n0 + c, live, at, len) || rows > FEW)
+                    FN(decode_chunk)(&chunk, live, len, tile);
+                FN(add_chunk)(&chunk, live, x, at, rows, len, k == 0, sums + (int64_t)s * rows * STRIP + c);
             }
-            FN(add_chunk)(&chunk, nn, x, at, rows, len, k == 0, sums + (int64_t)s * rows * STRIP);
-        }
 }
 
 /* The binary tree over slices that lie `stride` floats apart: ((0 + 1) + (2 + 3)) + .. */
@@ -269,7 +336,7 @@ static void FN(linear)(void *args, int tid, int n)
         const int rows = (int)(a->rows - t0 < BLOCK ? a->rows - t0 : BLOCK);
         const int nn = (int)(width - strip * STRIP < STRIP ? width - strip * STRIP : STRIP);
         const float *x[BLOCK];
-        for (int r = 0; r < rows; r++) x[r] = a->x + ((t0 + r) * a->groups + group) * w->k;
+        for (int r = 0; r < rows; r++) x[r] = a->x + ((t0 + r) * a->groups + group) * a->stride;
         FN(strip)(w, n0, nn, x, rows, a->slices, sums);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < nn; c++)

@@ -27,7 +27,8 @@ struct matrix {
 /* y[t, g·r + j] = Σ_k w[g·r + j, k] · x[t, g·k + ..]: groups 1 is an ordinary linear; r = w.n / groups */
 struct linear_args {
     const struct matrix *w;
-    const float *x; /* [rows, groups · w.k]; for FP4 every 32 values deinterleaved: the 16 even k, then the 16 odd */
+    const float *x; /* [rows, groups, stride]; for FP4 in the order that quads makes */
+    int64_t stride; /* w.k; for FP4 the next multiple of 64 */
     float *y;       /* [rows, w.n] */
     int64_t rows;
     int groups;
@@ -54,8 +55,10 @@ struct moe_args {
     const float *weight;   /* [entries] */
     float limit;
     int slices;
-    float *plain, *paired; /* [rows, d] x rounded, and the same deinterleaved for FP4 (NULL where none is) */
-    float *act;            /* [entries, inner] */
+    float *plain;           /* [rows, d] x rounded */
+    void *packed;           /* [rows, d as a multiple of 64] the same as FP4 wants it (NULL where no expert is FP4) */
+    float *act;             /* [entries, inner as a multiple of 64] */
+    _Atomic int wide;       /* set where the kernel met activations too large for it: use `plain` of the table */
     float *totals;         /* [threads, slices, rows, MOE_WIDTH] */
     _Atomic int64_t next_inner, next_output; /* jobs handed out; 0 at the start */
 };
@@ -67,13 +70,15 @@ struct kernels {
     team_fn linear;
     team_fn swiglu;
     team_fn moe;
-    void (*deinterleave)(const float *x, float *y, int64_t n); /* n a multiple of 32 */
+    void (*quads)(const float *x, float *y, int64_t rows, int64_t k); /* the order of FP4 inputs; y: k to 64s */
+    const struct kernels *plain; /* whose moe knows any size of activation, where this one's does not; else NULL */
 #define ROW_KERNEL(name) team_fn name;
 #include "rows_kernels.h"
 #undef ROW_KERNEL
 };
 
-extern const struct kernels kernels_scalar, kernels_avx2, kernels_avx512;
+extern const struct kernels kernels_scalar, kernels_avx2, kernels_avx512, kernels_avx512bf16;
 
-/* The table called "scalar", "avx2" or "avx512", NULL where this machine or build lacks it; NULL names the best one. */
+/* The table called "scalar", "avx2", "avx512" or "avx512bf16", NULL where this machine or build lacks it; NULL names
+ * the best one. */
 const struct kernels *kernels_find(const char *isa);

@@ -18,7 +18,10 @@ const struct kernels JOIN(kernels, SET) = {
     .linear = FN(linear),
     .swiglu = FN(swiglu),
     .moe = FN(moe),
-    .deinterleave = FN(deinterleave),
+    .quads = FN(quads),
+#ifdef V16_BF16
+    .plain = &kernels_avx512,
+#endif
 #define ROW_KERNEL(name) .name = FN(name),
 #include "rows_kernels.h"
 #undef ROW_KERNEL

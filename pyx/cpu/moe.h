@@ -30,7 +30,45 @@ static void FN(swiglu)(void *args, int tid, int n)
         FN(swiglu_row)(a->g + t * a->n, a->u + t * a->n, a->weight ? a->weight[t] : 1, a->limit, a->y + t * a->n, a->n);
 }
 
-static void FN(moe_inputs)(const struct moe_args *a, int tid, int n)
+#define TO_64(n) (((n) + 63) / 64 * 64)
+
+/* Inputs of an FP4 linear, `at` elements into an array of them: 64s of x, the last filled up with zeros. */
+static void FN(pack)(struct moe_args *a, const float *x, void *to, int64_t at, int len)
+{
+#ifdef V16_BF16
+    uint16_t *y = (uint16_t *)to + at;
+    for (int k = 0; k < len; k += 64)
+        for (int half = 0; half < 64; half += 32) {
+            v16 even = v16_zero(), odd = v16_zero();
+            if (k + half < len) v16_deinterleave(x + k + half, &even, &odd);
+            v16i_store_u16(y + k + half / 2, v16i_shr(v16_bits(even), 16));
+            v16i_store_u16(y + k + half / 2 + 32, v16i_shr(v16_bits(odd), 16));
+        }
+    if (largest_of(x, len) > 0x1p100f) a->wide = 1; /* not exact any more: gemm_pairs.h */
+#else
+    (void)a;
+    FN(quads)(x, (float *)to + at, 1, len);
+#endif
+}
+
+/* As strip; for FP4 x is what pack made, its rows `stride` elements each. */
+static void FN(moe_strip)(const struct matrix *w, int64_t n0, int nn, const void *x, int64_t stride,
+                          const int32_t *row, int rows, int slices, float *sums)
+{
+    const float *each[BLOCK];
+#ifdef V16_BF16
+    if (w->format == FORMAT_FP4) {
+        const uint16_t *pairs[BLOCK];
+        for (int r = 0; r < rows; r++) pairs[r] = (const uint16_t *)x + (row ? row[r] : r) * stride;
+        FN(strip_pairs)(w, n0, nn, pairs, rows, slices, sums);
+        return;
+    }
+#endif
+    for (int r = 0; r < rows; r++) each[r] = (const float *)x + (row ? row[r] : r) * stride;
+    FN(strip)(w, n0, nn, each, rows, slices, sums);
+}
+
+static void FN(moe_inputs)(struct moe_args *a, int tid, int n)
 {
     const int64_t blocks = (a->d + E4M3_BLOCK - 1) / E4M3_BLOCK;
     int64_t first, last;
@@ -39,34 +77,34 @@ static void FN(moe_inputs)(const struct moe_args *a, int tid, int n)
         const int64_t k = job % blocks * E4M3_BLOCK, at = job / blocks * a->d + k;
         const int len = (int)(a->d - k < E4M3_BLOCK ? a->d - k : E4M3_BLOCK);
         quant_block_e4m3(a->x + at, a->plain + at, len);
-        if (a->paired) FN(deinterleave)(a->plain + at, a->paired + at, len);
+        if (a->packed) FN(pack)(a, a->plain + at, a->packed, job / blocks * TO_64(a->d) + k, len);
     }
 }
 
 /* The activations of one expert for 128 inner values (`block`), all its rows. */
-static void FN(moe_inner)(const struct moe_args *a, int64_t use, int64_t block)
+static void FN(moe_inner)(struct moe_args *a, int64_t use, int64_t block)
 {
     const struct matrix *w1 = a->matrices + 3 * (int64_t)a->expert[use], *w2 = w1 + 1, *w3 = w1 + 2;
-    const float *inputs = w1->format == FORMAT_FP4 ? a->paired : a->plain;
+    const void *inputs = w1->format == FORMAT_FP4 ? a->packed : a->plain;
+    const int64_t stride = w1->format == FORMAT_FP4 ? TO_64(a->d) : a->d;
     const int64_t k = block * E4M3_BLOCK;
     const int width = (int)(a->inner - k < E4M3_BLOCK ? a->inner - k : E4M3_BLOCK);
     float sums[BLOCK * STRIP], gates[2][BLOCK][E4M3_BLOCK];
     for (int64_t e = a->first[use]; e < a->first[use + 1]; e += BLOCK) {
         const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
-        const float *x[BLOCK];
-        for (int r = 0; r < rows; r++) x[r] = inputs + a->row[e + r] * a->d;
         for (int c = 0; c < width; c += STRIP)
             for (int which = 0; which < 2; which++) {
                 const int nn = width - c < STRIP ? width - c : STRIP;
-                FN(strip)(which ? w3 : w1, k + c, nn, x, rows, 1, sums);
+                FN(moe_strip)(which ? w3 : w1, k + c, nn, inputs, stride, a->row + e, rows, 1, sums);
                 for (int r = 0; r < rows; r++)
                     memcpy(&gates[which][r][c], sums + r * STRIP, sizeof(float) * (size_t)nn);
             }
         for (int r = 0; r < rows; r++) {
-            float act[E4M3_BLOCK], *out = a->act + (e + r) * a->inner + k;
+            float act[E4M3_BLOCK], *out = a->act + e * TO_64(a->inner);
+            const int64_t at = r * TO_64(a->inner) + k;
             FN(swiglu_row)(gates[0][r], gates[1][r], a->weight[e + r], a->limit, act, width);
-            quant_block_e4m3(act, w2->format == FORMAT_FP4 ? act : out, width);
-            if (w2->format == FORMAT_FP4) FN(deinterleave)(act, out, width);
+            quant_block_e4m3(act, w2->format == FORMAT_FP4 ? act : out + at, width);
+            if (w2->format == FORMAT_FP4) FN(pack)(a, act, out, at, width);
         }
     }
 }
@@ -80,11 +118,10 @@ static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, flo
         const struct matrix *w2 = a->matrices + 3 * (int64_t)a->expert[use] + 1;
         for (int64_t e = a->first[use]; e < a->first[use + 1]; e += BLOCK) {
             const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
-            const float *x[BLOCK];
-            for (int r = 0; r < rows; r++) x[r] = a->act + (e + r) * a->inner;
+            const int64_t stride = TO_64(a->inner);
             for (int c0 = 0; c0 < width; c0 += STRIP) {
                 const int nn = width - c0 < STRIP ? width - c0 : STRIP;
-                FN(strip)(w2, n0 + c0, nn, x, rows, a->slices, sums);
+                FN(moe_strip)(w2, n0 + c0, nn, a->act + e * stride, stride, NULL, rows, a->slices, sums);
                 for (int s = 0; s < a->slices; s++)
                     for (int r = 0; r < rows; r++) {
                         float *total = totals + (s * a->rows + a->row[e + r]) * MOE_WIDTH + c0;

@@ -155,6 +155,28 @@ static inline void v16_e2m1(const uint8_t *p, float scale, v16 *even, v16 *odd)
     odd->b = _mm256_mul_ps(_mm256_cvtph_ps(_mm_unpackhi_epi8(zero, high)), s.b);
 }
 
+static inline v16 v16_halfs(__m256i h) /* sixteen half-precision numbers */
+{
+    return (v16){_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+}
+static inline void v16_e2m1_quads(const uint8_t *p, v16 *q)
+{
+    /* as in v16_e2m1 */
+    const __m256i table = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, (char)0x80, (char)0xb8, (char)0xbc, (char)0xbe,
+                      (char)0xc0, (char)0xc2, (char)0xc4, (char)0xc6));
+    const __m256i nibble = _mm256_set1_epi8(15), upper = _mm256_set1_epi16((short)0xff00);
+    __m256i bytes = _mm256_loadu_si256((const __m256i *)p);
+    __m256i low = _mm256_shuffle_epi8(table, _mm256_and_si256(bytes, nibble));
+    __m256i high = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble));
+    q[0] = v16_halfs(_mm256_slli_epi16(low, 8));
+    q[1] = v16_halfs(_mm256_slli_epi16(high, 8));
+    q[2] = v16_halfs(_mm256_and_si256(low, upper));
+    q[3] = v16_halfs(_mm256_and_si256(high, upper));
+}
+
+static inline v16 v16_halves(const float *p) { return (v16){_mm256_set1_ps(p[0]), _mm256_set1_ps(p[1])}; }
+
 static inline __m256 v16_pick(__m256 x, __m256 y, const int odd)
 {
     __m256 r = odd ? _mm256_shuffle_ps(x, y, 0xdd) : _mm256_shuffle_ps(x, y, 0x88);

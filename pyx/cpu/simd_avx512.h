@@ -103,6 +103,21 @@ static inline void v16_e2m1(const uint8_t *p, float scale, v16 *even, v16 *odd)
     *odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
 }
 
+static inline void v16_e2m1_quads(const uint8_t *p, v16 *q)
+{
+    const __m512 value = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6);
+    __m512i codes = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    q[0] = _mm512_permutexvar_ps(codes, value);
+    q[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), value);
+    q[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), value);
+    q[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), value);
+}
+
+static inline v16 v16_halves(const float *p)
+{
+    return _mm512_insertf32x8(_mm512_set1_ps(p[0]), _mm256_set1_ps(p[1]), 1);
+}
+
 static inline void v16_deinterleave(const float *p, v16 *even, v16 *odd)
 {
     const __m512i index = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);

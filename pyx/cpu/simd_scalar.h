@@ -140,6 +140,16 @@ static inline void v16_e2m1(const uint8_t *p, float scale, v16 *even, v16 *odd)
     }
 }
 
+/* 32 bytes of two e2m1 codes each: lane l of q[i] is code 4l + i */
+static inline void v16_e2m1_quads(const uint8_t *p, v16 *q)
+{
+    static const float value[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    for (int i = 0; i < 4; i++) EACH q[i].f[l] = value[p[2 * l + i / 2] >> i % 2 * 4 & 15];
+}
+
+/* eight lanes of p[0], eight of p[1] */
+static inline v16 v16_halves(const float *p) { v16 r; EACH r.f[l] = p[l / 8]; return r; }
+
 /* p[0], p[2], .. and p[1], p[3], .. of 32 floats */
 static inline void v16_deinterleave(const float *p, v16 *even, v16 *odd)
 {
