@@ -101,8 +101,9 @@ def load_engine(model: str, settings: dict, progress):
 
 @contextmanager
 def quiet_follower():
-    """Of several ranks started together only rank 0 speaks; another one does if rank 0 has not, and it cannot go on."""
-    if World.from_env().rank == 0:
+    """Of several ranks started together only rank 0 speaks; but on another host the first one says why it cannot start."""
+    world = World.from_env()
+    if world.rank == 0:
         yield
         return
     words = io.StringIO()
@@ -110,7 +111,7 @@ def quiet_follower():
         try:
             yield
         finally:
-            if words.getvalue():
+            if words.getvalue() and world.local_rank == 0:
                 time.sleep(2)
                 print(words.getvalue(), end="", file=sys.__stderr__, flush=True)
 

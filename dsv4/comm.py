@@ -13,13 +13,14 @@ import queue
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Callable
 
 import numpy as np
 
-from .config import World
-from .errors import BackendError
+from .config import World, init_timeout
+from .errors import BackendError, ConfigError
 from .watch import Watch
 
 
@@ -173,7 +174,8 @@ class Mpi(Communicator):
     def __init__(self, world: World) -> None:
         """Raises BackendError where mpi4py is missing, or belongs to another MPI than the launcher."""
         super().__init__()
-        self.patience = float(world.init_timeout)
+        with suppress(ConfigError):  # a wrong value is an error of the settings, and reported with them
+            self.patience = float(init_timeout())
         # MPI starts when all ranks have come, and holds the interpreter meanwhile: only this can end a wait in vain.
         faulthandler.dump_traceback_later(self.patience, exit=True, file=2)
         self.mpi = _import_mpi(world)
@@ -269,6 +271,7 @@ class Mpi(Communicator):
         if not self._said.acquire(blocking=False):
             time.sleep(5)  # another thread is at it
         print(text, file=sys.__stderr__, flush=True)
+        time.sleep(0.3)  # a launcher may drop what it has not read when the job is aborted
         if self._lock.acquire(timeout=1):
             self.mpi.COMM_WORLD.Abort(status)
         os._exit(status)

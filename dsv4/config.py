@@ -408,24 +408,31 @@ class World:
 
     rank: int = 0
     size: int = 1
-    init_timeout: int = 600  # seconds that ranks wait for each other at the start
+    local_rank: int = 0  # among those on this host
 
     @classmethod
     def from_env(cls) -> World:
         """What the launcher says: Open MPI, MPICH and its kin (Hydra), or Slurm with PMIx; else one process."""
-        env = os.environ
-        timeout = _parse_count("DSV4_INIT_TIMEOUT", env.get("DSV4_INIT_TIMEOUT", str(cls.init_timeout)))
-        for size, rank in _LAUNCHERS:
-            if size in env and rank in env:
-                return cls(_parse_rank(rank, env[rank]), _parse_count(size, env[size]), timeout)
-        return cls(init_timeout=timeout)
+        for names in _LAUNCHERS:
+            if names[0] in os.environ and names[1] in os.environ:
+                return cls(*(int(os.environ.get(name, 0)) for name in names))
+        return cls()
 
 
+# rank, size, rank on the host
 _LAUNCHERS = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMI_SIZE", "PMI_RANK"),
-    ("SLURM_STEP_NUM_TASKS", "PMIX_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
+INIT_TIMEOUT = "DSV4_INIT_TIMEOUT"
+
+
+def init_timeout() -> int:
+    """Seconds that ranks wait for each other at the start."""
+    return _parse_count(INIT_TIMEOUT, os.environ.get(INIT_TIMEOUT, "600"))
+
+
 _ENVIRONMENT = {
     "DSV4_BACKEND": ("backend", lambda name, text: text),
     "DSV4_THREADS": ("threads", _parse_count),
@@ -434,7 +441,6 @@ _ENVIRONMENT = {
     "DSV4_CHUNK": ("chunk", _parse_count),
     "DSV4_DEBUG": ("debug", _parse_flag),
 }
-_READ_ELSEWHERE = ("DSV4_INIT_TIMEOUT",)  # World
 
 
 @dataclass(frozen=True)
@@ -466,9 +472,10 @@ class RunConfig:
         if set(overrides) - known:
             raise ConfigError(f"run settings: expected {', '.join(sorted(known))}; found {', '.join(overrides)}")
         unknown = sorted(key for key in os.environ if key.startswith("DSV4_"))
-        unknown = [key for key in unknown if key not in _ENVIRONMENT and key not in _READ_ELSEWHERE]
+        unknown = [key for key in unknown if key not in _ENVIRONMENT and key != INIT_TIMEOUT]
         if unknown:
             raise ConfigError(f"{unknown[0]}: unknown variable; expected one of {', '.join(_ENVIRONMENT)}")
+        init_timeout()
         values = {f: parse(name, os.environ[name]) for name, (f, parse) in _ENVIRONMENT.items() if name in os.environ}
         values.update({key: value for key, value in overrides.items() if value is not None})
         if "threads" not in values:

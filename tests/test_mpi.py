@@ -19,13 +19,14 @@ pytestmark = [
     pytest.mark.mpi,
     pytest.mark.skipif(MPIRUN is None, reason="no mpirun: install dsv4[mpi], or an MPI of the system with mpi4py"),
 ]
-TOKENS = ["--tokens", "5,6,7,8,9,10", "--temperature", "0", "--max-tokens", "16", "--ignore-eos", "--threads", "1"]
+TOKENS = ["--tokens", "5,6,7,8,9,10", "--temperature", "0", "--max-tokens", "16", "--ignore-eos"]
 
 
 def environment(**extra):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "DSV4_", "PRTE_"))}
     return clean | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"} | extra  # fmt: skip
+                    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+                    "OMP_NUM_THREADS": "1"} | extra  # fmt: skip
 
 
 def mpirun(*jobs, limit=40, **extra):
@@ -126,6 +127,8 @@ def test_a_mistake_of_all_ranks_is_told_once(checkpoint_dir):
     refused(mpirun((2, *generate("/no/such/model"))), "/no/such/model/config.json: not found")
     refused(mpirun((2, "-m", "dsv4", "generate", "--model", checkpoint_dir("tiny-tp"), "--tokens", "99999")),
             "expected ids within 0..511, found 99999")  # fmt: skip
+    for name in ("DSV4_INIT_TIMEOUT", "DSV4_THREADS"):
+        refused(mpirun((2, *generate(checkpoint_dir("tiny-tp"))), **{name: "soon"}), f"{name}: expected an integer")
 
 
 def test_a_mistake_of_one_rank_is_told(checkpoint_dir):
@@ -154,7 +157,7 @@ def test_without_mpi4py(checkpoint_dir, tmp_path):
 
 # ---------------------------------------------------------------------- a rank fails
 MESSAGES = {
-    "kill": r"rank {rank} with PID",  # mpirun's own words: the process can say nothing
+    "kill": r"rank {rank} with PID|=   EXIT CODE: 9$",  # mpirun's own words: the process can say nothing
     "raise": r"dsv4: error: {who}ValueError: struck$",
     "stop": r"dsv4: error: rank {rank} stopped answering",
     "hang": r"dsv4: error: rank {rank} stopped answering",
@@ -178,7 +181,7 @@ def struck(path, rank, fault, phase):
     pattern = MESSAGES[fault].format(rank=rank, who="rank 1: " if rank else "")
     if (rank, fault, phase) == (0, "interrupt", "idle"):
         pattern = "^KeyboardInterrupt$"  # in the program's own code
-    said = re.findall(pattern, run.stderr, re.MULTILINE)
+    said = re.findall(pattern, run.stderr + run.stdout, re.MULTILINE)
     return "" if len(said) == 1 else f"{what}: said {said}: {run.stderr}"
 
 

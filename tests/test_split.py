@@ -11,7 +11,7 @@ from variants import Files, RecordingOps, poison
 
 from dsv4.checkpoint import Checkpoint
 from dsv4.comm import Single, Threads
-from dsv4.config import ModelConfig, World, default_threads
+from dsv4.config import ModelConfig, RunConfig, World, default_threads, init_timeout
 from dsv4.errors import BackendError, CheckpointError, ConfigError
 from dsv4.model import Model
 from dsv4.ops import open_ops
@@ -174,12 +174,13 @@ def test_what_launchers_say(monkeypatch, variables, rank, size):
 
 
 def test_the_time_to_wait(monkeypatch):
-    assert World.from_env().init_timeout == 600
+    monkeypatch.delenv("DSV4_INIT_TIMEOUT", raising=False)
+    assert init_timeout() == 600
     monkeypatch.setenv("DSV4_INIT_TIMEOUT", "30")
-    assert World.from_env().init_timeout == 30
+    assert init_timeout() == 30
     monkeypatch.setenv("DSV4_INIT_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match="DSV4_INIT_TIMEOUT: expected an integer >= 1, found 'soon'"):
-        World.from_env()
+        RunConfig.from_env()
 
 
 def test_ranks_share_the_cores(monkeypatch):
