@@ -111,9 +111,10 @@ def quiet_follower():
         try:
             yield
         finally:
-            if words.getvalue() and world.local_rank == 0:
-                time.sleep(2)
-                print(words.getvalue(), end="", file=sys.__stderr__, flush=True)
+            if words.getvalue():
+                time.sleep(2)  # a process that ends in error ends the others: rank 0 shall have spoken by then
+                if world.local_rank == 0:
+                    print(words.getvalue(), end="", file=sys.__stderr__, flush=True)
 
 
 def say(text: str, end: str = "\n") -> None:
