@@ -1,11 +1,14 @@
 """Fixtures shared by all tests: where the embedded model, the goldens and the generated tiny checkpoints are."""
 
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).resolve().parent
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job: the tests' processes would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(TESTS))  # shared helpers (ops_cases, variants, tools) import by name, installed or not
 
 import dsv4  # noqa: E402
