@@ -16,7 +16,7 @@ from .settings import GateSettings
 
 RULES = "calibrated, bucket, always, fixed:N"
 DEFAULT = "calibrated"
-OWN = {"patience": 1.0, "first_wait": 5.0, "probe_share": 0.03}  # settings of `calibrated` that no other rule has
+OWN = {"patience": 1.0, "first_wait": 5.0, "probe_share": 0.0275}  # settings of `calibrated` that no other rule has
 
 
 class Rule:
