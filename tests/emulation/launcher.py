@@ -1,0 +1,125 @@
+"""The launcher that runs kernels on the CPU: the same methods as dsv4.ops.kernels.DeviceLauncher."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+from dsv4.ops.kernels import check_arguments, define_lines, inline, kernel_names
+
+from . import build
+
+FORWARD, REVERSE = 0, 1  # orders of the fibers; any larger number is the seed of a shuffled one
+
+
+class EmulationError(Exception):
+    """What a kernel did wrong: where, in which thread."""
+
+
+_CODES = {  # dtype → what a kernel's signature calls it
+    np.dtype(np.float32): "f4", np.dtype(np.float64): "f8", np.dtype(np.int8): "i1", np.dtype(np.uint8): "u1",
+    np.dtype(np.int16): "i2", np.dtype(np.uint16): "u2", np.dtype(np.int32): "i4", np.dtype(np.uint32): "u4",
+    np.dtype(np.int64): "i8", np.dtype(np.uint64): "u8", np.dtype(np.bool_): "u1",
+}  # fmt: skip
+
+
+@functools.cache
+def _library(text: str, sanitizer: str) -> ctypes.CDLL:
+    return build.load(build.build(text, sanitizer))
+
+
+class EmulatedKernel:
+    """One kernel of a compiled file."""
+
+    def __init__(self, launcher: EmulatedLauncher, library: ctypes.CDLL, name: str):
+        self.launcher, self.name = launcher, name
+        self.run = getattr(library, f"dsv4_launch_{name}")
+        self.run.restype = ctypes.c_void_p
+        signature = getattr(library, f"dsv4_signature_{name}")
+        signature.restype = ctypes.c_char_p
+        self.signature = signature().decode().split()
+        self.free = ctypes.CDLL(None).free
+        self.free.argtypes = [ctypes.c_void_p]
+
+    def __call__(self, grid, block, args: tuple, shared: int = 0) -> None:
+        """As Kernel in dsv4/ops/kernels.py. Types are checked against the kernel's own. Raises EmulationError."""
+        grid, block = ((*map(int, size), 1, 1)[:3] for size in (grid, block))
+        threads = math.prod(block)
+        if threads % 32 or not 0 < threads <= 1024 or block[2] > 64:
+            raise EmulationError(f"{self.name}: expected a block of 32 to 1024 threads, whole warps; found {block}")
+        if grid[1] > 65535 or grid[2] > 65535 or min(grid) < 0:
+            raise EmulationError(f"{self.name}: expected at most 65535 blocks in y and z; found {grid}")
+        check_arguments(self.name, args)
+        if len(args) != len(self.signature):
+            raise EmulationError(f"{self.name}: expected {len(self.signature)} arguments, found {len(args)}")
+        values = [self._value(number, arg) for number, arg in enumerate(args)]
+        if not math.prod(grid):
+            return
+        pointers = (ctypes.c_void_p * max(1, len(values)))(*(v.ctypes.data for v in values))
+        geometry = (ctypes.c_uint * 6)(*grid, *block)
+        launcher = self.launcher
+        launcher.launches += 1
+        error = self.run(geometry, ctypes.c_size_t(shared), launcher.order, launcher.threads, pointers)
+        if error:
+            text = ctypes.string_at(error).decode()
+            self.free(error)
+            raise EmulationError(f"{self.name}: {text}")
+
+    def _value(self, number: int, arg) -> np.ndarray:
+        """A kernel argument as an array of one: a pointer or a number."""
+        expected = self.signature[number]
+        if isinstance(arg, np.generic):
+            if _CODES.get(arg.dtype) != expected:
+                raise EmulationError(f"{self.name}: argument {number}: expected {expected}, found {arg.dtype}")
+            return np.array([arg])
+        if expected[0] != "p":
+            raise EmulationError(f"{self.name}: argument {number}: expected {expected}, found an array")
+        if arg is None:
+            return np.zeros(1, np.uint64)
+        array = self.launcher.memory(arg)
+        if expected != "p*" and expected[1:] != _CODES[array.dtype]:
+            raise EmulationError(f"{self.name}: argument {number}: expected {expected[1:]}, found an array of {array.dtype}")
+        return np.array([array.ctypes.data], np.uint64)
+
+
+class EmulatedModule:
+    def __init__(self, launcher: EmulatedLauncher, library: ctypes.CDLL, names: list[str]):
+        self.kernels = {name: EmulatedKernel(launcher, library, name) for name in names}
+
+    def kernel(self, name: str) -> EmulatedKernel:
+        return self.kernels[name]
+
+
+class EmulatedLauncher:
+    """Runs kernels on the CPU, on NumPy arrays. `launches` counts them.
+
+    order: FORWARD, REVERSE or a seed > 1: which thread of a block runs first. sanitizer: "", "address", "thread".
+    directory: other kernel files than the project's (the tests' own).
+    """
+
+    xp = np
+
+    def __init__(
+        self, order: int = FORWARD, sanitizer: str = "", threads: int | None = None, directory: Path | None = None
+    ):
+        self.order, self.sanitizer, self.directory = order, sanitizer, directory
+        cores = len(os.sched_getaffinity(0))
+        self.threads = threads or min(cores, int(os.environ.get("OMP_NUM_THREADS") or cores))
+        self.launches = 0
+
+    def compile(self, source: str, defines=None) -> EmulatedModule:
+        """As Launcher.compile."""
+        return self.compile_text(define_lines(defines) + inline(source, self.directory))
+
+    def compile_text(self, text: str) -> EmulatedModule:
+        """The kernels of a text whose includes are inlined already."""
+        return EmulatedModule(self, _library(text, self.sanitizer), kernel_names(text))
+
+    def memory(self, array) -> np.ndarray:
+        """The memory behind an array that a kernel is given."""
+        return array
