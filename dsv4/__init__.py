@@ -21,8 +21,10 @@ _LAZY = {"Engine": "engine", "SamplingParams": "sampling", "Snapshot": "snapshot
 
 
 def __getattr__(name: str):
-    if name not in _LAZY:
-        raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "chat":
+        return import_module(".chat", __name__)
+    if name not in _LAZY:
+        raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
