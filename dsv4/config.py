@@ -426,6 +426,7 @@ _LAUNCHERS = (
     ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 INIT_TIMEOUT = "DSV4_INIT_TIMEOUT"
+API_KEY = "DSV4_API_KEY"  # what clients of the server must show
 
 
 def init_timeout() -> int:
@@ -472,7 +473,7 @@ class RunConfig:
         if set(overrides) - known:
             raise ConfigError(f"run settings: expected {', '.join(sorted(known))}; found {', '.join(overrides)}")
         unknown = sorted(key for key in os.environ if key.startswith("DSV4_"))
-        unknown = [key for key in unknown if key not in _ENVIRONMENT and key != INIT_TIMEOUT]
+        unknown = [key for key in unknown if key not in _ENVIRONMENT and key not in (INIT_TIMEOUT, API_KEY)]
         if unknown:
             raise ConfigError(f"{unknown[0]}: unknown variable; expected one of {', '.join(_ENVIRONMENT)}")
         init_timeout()
