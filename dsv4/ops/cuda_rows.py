@@ -1,0 +1,162 @@
+"""The CUDA backend's attention side: rotation, stored keys, sparse attention, compressor and indexer.
+
+Each method launches kernels of cuda/attention.cu, compressor.cu and indexer.cu; what they compute is said in Ops. How
+work is cut over blocks depends on the number of rows and on the card's size; no bit of a row does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from . import IndexCache, KeyCache, Ring, Rope
+from .cuda_base import Array, CudaBase
+
+THREADS = 256  # of a block where each thread works by itself
+WARPS = 4  # of a block where each warp does
+TILE = 32  # keys that attention takes at a time
+HEADS = 2  # of a warp in attention
+BLOCKS = 128  # that fill a card; with fewer, attention takes the tiles of a row side by side
+SCRATCH = 1 << 24  # floats of scratch memory that a launch may ask for
+
+i32, f32 = np.int32, np.float32
+
+
+def blocks_for(n: int, each: int) -> tuple[int]:
+    """A grid of blocks that take `each` of n."""
+    return (-(-n // each),)
+
+
+class RowsMixin(CudaBase):
+    """Ops that CudaOps inherits."""
+
+    # ------------------------------------------------------------------ rotation
+    def rope_angles(self, positions: Array, theta: Array) -> Rope:
+        n, pairs = len(positions), len(theta)
+        rope = Rope(self.empty((n, pairs)), self.empty((n, pairs)))
+        grid = blocks_for(n * pairs, THREADS)
+        self.run("attention.cu", "rope_angles", grid, (THREADS,), positions, theta, *rope, i32(n), i32(pairs))
+        return rope
+
+    def rotate(self, x: Array, rope: Rope, inverse: bool = False) -> Array:
+        (t, heads, dim), pairs = x.shape, self._pairs(x, rope)
+        sizes = i32(t), i32(heads), i32(dim), i32(pairs)
+        grid = blocks_for(t * heads * pairs, THREADS)
+        self.run("attention.cu", "rotate", grid, (THREADS,), x, *rope, *sizes, f32(-1 if inverse else 1))
+        return x
+
+    def query(self, q: Array, rope: Rope, eps: float) -> Array:
+        (t, heads, dim), pairs = q.shape, self._pairs(q, rope)
+        sizes = i32(t), i32(heads), i32(dim), i32(pairs)
+        self.run("attention.cu", "query", blocks_for(t * heads, WARPS), (32 * WARPS,), q, *rope, *sizes, f32(eps))
+        return q
+
+    def _pairs(self, x: Array, rope: Rope) -> int:
+        rows, pairs = rope.cos.shape
+        if rows != len(x) or 2 * pairs > x.shape[-1]:
+            raise InputError(f"rope: expected angles of {len(x)} rows and at most {x.shape[-1] // 2} pairs, found {rows} and {pairs}")
+        return pairs
+
+    # ------------------------------------------------------------------ stored keys
+    def encode_keys(self, k: Array, cache: KeyCache, where: Array) -> None:
+        n, dim, rope_dim = self._key_sizes(cache, k, where)
+        grid, block = blocks_for(n, WARPS), (32 * WARPS,)
+        self.run("attention.cu", "encode_keys", grid, block, k, where, *cache, i32(n), i32(dim), i32(rope_dim))
+
+    def store_keys(self, kv: Array, norm: Array, rope: Rope, cache: KeyCache, where: Array, eps: float) -> None:
+        n, dim, rope_dim = self._key_sizes(cache, kv, where)
+        sizes = i32(n), i32(dim), i32(rope_dim), i32(self._pairs(kv, rope))
+        grid, block = blocks_for(n, WARPS), (32 * WARPS,)
+        self.run("attention.cu", "store_keys", grid, block, kv, norm, *rope, where, *cache, *sizes, f32(eps))
+
+    def decode_keys(self, cache: KeyCache, where: Array) -> Array:
+        n, dim, rope_dim = len(where), cache.codes.shape[1] + cache.rope.shape[1], cache.rope.shape[1]
+        out = self.empty((n, dim))
+        grid = blocks_for(n * dim, THREADS)
+        self.run("attention.cu", "decode_keys", grid, (THREADS,), *cache, where, out, i32(n), i32(dim), i32(rope_dim))
+        return out
+
+    def _key_sizes(self, cache: KeyCache, k: Array, where: Array) -> tuple[int, int, int]:
+        """(keys, their dims, the rotated ones of these)."""
+        rope_dim = cache.rope.shape[1]
+        expected = (len(where), cache.codes.shape[1] + rope_dim)
+        if k.shape != expected:
+            raise InputError(f"keys: expected {expected} as the places and the cache say, found {k.shape}")
+        return *expected, rope_dim
+
+    # ------------------------------------------------------------------ attention
+    def attend(self, q: Array, sink: Array, parts: list[tuple[KeyCache, Array]]) -> Array:
+        (t, heads, dim), out = q.shape, self.empty(q.shape)
+        if not 1 <= len(parts) <= 2 or not dim <= 768:
+            raise InputError(f"attend: expected one or two parts and at most 768 dims, found {len(parts)} and {dim}")
+        for cache, places in parts:
+            if cache.codes.shape[1] + cache.rope.shape[1] != dim or len(places) != t:
+                raise InputError(f"attend: expected keys of {dim} dims and places of {t} rows, found others")
+        if not t:
+            return out
+        (cache0, places0), (cache1, places1) = parts[0], parts[-1]
+        n0, n1 = places0.shape[1], places1.shape[1] if len(parts) == 2 else 0
+        listed, counts = self.empty((t, n0 + n1), i32), self.empty((t, 2), i32)
+        self.run("attention.cu", "attend_list", (t,), (256,), places0, i32(n0), places1, i32(n1), listed, counts,
+                 defines=self._chunks(dim))  # fmt: skip
+        caches = (*cache0, *cache1)
+        sizes = i32(heads), i32(dim), i32(cache0.rope.shape[1]), i32(n0 + n1), f32(1 / math.sqrt(dim))
+        if t * self._head_blocks(heads)[0] >= BLOCKS or n0 + n1 <= TILE:
+            self._attend_rows(q, sink, listed, counts, caches, out, sizes)
+            return out
+        tiles = -(-(n0 + n1) // TILE)
+        some = max(1, SCRATCH // (tiles * heads * dim))
+        for start in range(0, t, some):
+            rows = slice(start, min(start + some, t))
+            self._attend_tiles(q[rows], sink, listed[rows], counts[rows], caches, out[rows], sizes, tiles)
+        return out
+
+    @staticmethod
+    def _chunks(dim: int) -> dict[str, int]:
+        return {"CHUNKS": -(-dim // 256)}
+
+    @staticmethod
+    def _head_blocks(heads: int) -> tuple[int, int]:
+        """(blocks for a row's heads, warps of each)."""
+        warps = min(8, -(-heads // HEADS))
+        return -(-heads // (HEADS * warps)), warps
+
+    def _attend_shape(self, q: Array) -> tuple[int, tuple[int], dict[str, Any]]:
+        """(blocks for a row's heads, threads of a block, its shared memory and macros)."""
+        blocks, warps = self._head_blocks(q.shape[1])
+        chunks = self._chunks(q.shape[2])
+        shared = TILE * 256 * chunks["CHUNKS"] * 2 + warps * HEADS * TILE * 4
+        return blocks, (32 * warps,), {"shared": shared, "defines": chunks}
+
+    def _attend_rows(self, q, sink, listed, counts, caches, out, sizes) -> None:
+        """A block goes through all of a row's tiles."""
+        blocks, block, how = self._attend_shape(q)
+        self.run("attention.cu", "attend_rows", (len(q), blocks), block, q, sink, listed, counts, *caches, out, *sizes, **how)
+
+    def _attend_tiles(self, q, sink, listed, counts, caches, out, sizes, tiles: int) -> None:
+        """A block for every tile, and one that joins them."""
+        blocks, block, how = self._attend_shape(q)
+        t, heads, dim = q.shape
+        seen, part = self.empty((t, heads, tiles, 2)), self.empty((t, heads, tiles, dim))
+        grid = (tiles, blocks, t)
+        self.run("attention.cu", "attend_tiles", grid, block, q, listed, counts, *caches, seen, part, *sizes, **how)
+        self.run("attention.cu", "attend_merge", (t * heads,), (128,), seen, part, sink, counts, out,
+                 i32(heads), i32(dim), i32(tiles), defines=how["defines"])  # fmt: skip
+
+    # ------------------------------------------------------------------ compressor
+    def compress_store(self, kv: Array, gate: Array, ape: Array, positions: Array, ring: Ring, where: Array) -> None:
+        (t, width), ratio = kv.shape, len(ape)
+        if ape.shape[1] != width or ring.kv.shape[1] != width:
+            raise InputError(f"compressor: expected rows of {width}, found {ape.shape[1]} in ape, {ring.kv.shape[1]} in the ring")
+        self.run("compressor.cu", "compress_store", blocks_for(t * width, THREADS), (THREADS,),
+                 kv, gate, ape, positions, where, *ring, i32(t), i32(width), i32(ratio))  # fmt: skip
+
+    def compress_pool(self, ring: Ring, slots: Array, entries: Array, ratio: int, capacity: int) -> Array:
+        n, dim = len(entries), ring.kv.shape[1] // (2 if ratio == 4 else 1)
+        out = self.empty((n, dim))
+        self.run("compressor.cu", "compress_pool", blocks_for(n * dim, THREADS), (THREADS,),
+                 *ring, slots, entries, out, i32(n), i32(dim), i32(ratio), i32(capacity))  # fmt: skip
+        return out
