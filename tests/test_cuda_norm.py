@@ -1,28 +1,77 @@
-"""Norms and hyper-connections of cuda/norm.cu, run on the CPU."""
+"""Norms, hyper-connections, the activation quantiser and embedding of the CUDA backend, run on the CPU."""
 
 import numpy as np
+import ops_cases as make
 import pytest
-from emulation.launcher import FORWARD, REVERSE, EmulatedLauncher
+from compare import same_bits
+from cuda_ops import HostOps, emulated
+from emulation.launcher import REVERSE
+from test_ops_backends import mistakes
 
+from dsv4 import formats
 from dsv4.ops.reference import ReferenceOps
 
 pytestmark = pytest.mark.emulated
 
+CASES = [
+    *(make.embed(t, *shape) for t in (1, 5, 130) for shape in ((37, 48, 4), (11, 256, 1), (7, 33, 3))),
+    *(make.act_quant(t, k) for t in (1, 6, 130) for k in (1, 31, 100, 128, 136, 384, 4096 + 32)),
+    *(make.rmsnorm(t, k) for t in (1, 6, 130) for k in (1, 32, 96, 100, 257, 1000, 4096)),
+    *(make.connections(t, *shape) for t in (1, 3, 65) for shape in (
+        (4, 48, 1e-6, 1e-6), (4, 300, 1e-2, 1e-4), (2, 33, 1e-4, 1e-2), (1, 16, 1e-6, 1e-6), (16, 70, 1e-6, 1e-6))),
+]  # fmt: skip
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
-def rmsnorm(launcher, x, w, eps=1e-6):
-    y = np.full(x.shape, np.nan, np.float32)
-    kernel = launcher.compile("norm.cu").kernel("rmsnorm")
-    kernel((len(x),), (256,), (x, w, y, np.int32(x.shape[1]), np.float32(eps)))
-    return y
+
+@pytest.fixture(scope="module")
+def ops():
+    return HostOps(emulated())
 
 
-@pytest.mark.parametrize("rows, k", [(1, 1), (1, 64), (3, 257), (7, 1000), (130, 4096)])
-def test_rmsnorm_is_the_formula(rows, k):
-    rng = np.random.default_rng([rows, k])
-    x, w = rng.standard_normal((rows, k), np.float32), rng.standard_normal(k, np.float32)
-    y = rmsnorm(EmulatedLauncher(), x, w)
-    expected = ReferenceOps().rmsnorm(x, w, 1e-6)
-    assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected)
-    for order in (REVERSE, 7):
-        assert rmsnorm(EmulatedLauncher(order), x, w).tobytes() == y.tobytes()
-    assert rmsnorm(EmulatedLauncher(FORWARD), x[-1:], w).tobytes() == y[-1:].tobytes()
+@pytest.fixture(scope="module")
+def other_orders():
+    return [HostOps(emulated(order=REVERSE, threads=1)), HostOps(emulated(order=5, threads=2))]
+
+
+@each_case
+def test_is_the_formula(case, ops):
+    assert not mistakes(case, case(ops), case(ReferenceOps()))
+
+
+@each_case
+def test_rows_threads_and_orders_do_not_show(case, ops, other_orders):
+    every, n = case(ops), case.rows
+    for start, stop in {(0, 1), (n // 2, min(n, n // 2 + 3)), (n - 1, n)}:
+        for name, found in case(ops, slice(start, stop)).items():
+            same_bits(found, every[name][start:stop], f"{name}, rows {start}..{stop - 1} of {n}")
+    for other in other_orders:
+        for name, found in case(other).items():
+            same_bits(found, every[name], f"{name}, order {other.ops.launcher.order}")
+
+
+def test_no_rows_are_no_work(ops):
+    for case in (make.act_quant(0, 100), make.rmsnorm(0, 64)):
+        before = ops.ops.launcher.launches
+        assert case(ops)["y"].shape == case.inputs["x"].shape
+        assert ops.ops.launcher.launches == before
+
+
+def test_a_nan_or_infinity_makes_its_block_nan(ops):
+    x = np.ones((2, 300), np.float32)
+    x[0, 5], x[1, 299] = np.nan, np.inf
+    found = ops.act_quant(x)
+    expected = formats.act_dequant(*formats.act_quant(x, 128), 128)
+    assert np.isnan(found[0, :128]).all() and np.isnan(found[1, 256:]).all()
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 1023, 1025, 5000])
+def test_nonfinite_values_are_found_at_any_place(ops, size):
+    x = np.zeros(size, np.float32)
+    assert not ops.has_nonfinite(x)
+    for place in {0, size // 2, size - 1}:
+        for value in (np.nan, np.inf, -np.inf):
+            x[place] = value
+            assert ops.has_nonfinite(x), (place, value)
+        x[place] = 3e38
+    assert not ops.has_nonfinite(x)

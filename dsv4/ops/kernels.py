@@ -7,14 +7,26 @@ CuPy; the tests have one that runs them on the CPU. Both have the methods of Lau
 
 from __future__ import annotations
 
+import getpass
+import hashlib
+import math
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import BackendError
+from ..files import replacing
+from . import nvrtc
+
+OLDEST = 75  # compute capability: the first with the tensor-core instructions that mma.cuh uses
+_PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel may have without asking
+_NULL = np.uint64(0)
+_CPU = "use --backend cpu"
+_INSTALL = "install dsv4[cuda12] or dsv4[cuda13], or use --backend cpu"
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(')
@@ -90,9 +102,215 @@ class Module(Protocol):
 
 
 class Launcher(Protocol):
-    """What compiles and runs kernels. xp: the array module (cupy, or what stands for it)."""
+    """What compiles and runs kernels, and the memory they work on. Work is done in order, on one compute stream."""
 
-    xp: Any
+    name: str
 
     def compile(self, source: str, defines: Mapping[str, int] | None = None) -> Module:
         """The kernels of `source`, a file of cuda/, with these macros defined. Compiled once per process and content."""
+
+    def each(self, function: Callable, n: int, args: tuple) -> None:
+        """function(i, *args) for i in 0 .. n−1, in no order, without cooperation (numba-CUDA)."""
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
+        """An uninitialised device array."""
+
+    def zeros(self, shape: tuple[int, ...] | int, dtype: Any) -> Any: ...
+
+    def upload(self, array: np.ndarray) -> Any:
+        """A device copy of a host array; the host array may change as soon as this returns."""
+
+    def download(self, array: Any) -> np.ndarray:
+        """A host copy. Waits for all work so far: the only method that does."""
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Page-locked host memory, uint8."""
+
+    def mark(self) -> Any:
+        """An event: all work given to the compute stream so far."""
+
+    def copy(self, source: np.ndarray, target: Any, after: Any) -> Any:
+        """Start copying pinned memory to the device on the copy stream, after the event → the copy's event. Any thread."""
+
+    def wait(self, event: Any) -> None:
+        """What the compute stream is given from now on comes after the event. The host goes on."""
+
+    def host_wait(self, event: Any) -> None:
+        """Return when the event has happened. Any thread."""
+
+
+def open_cupy(index: int, cupy: Any = None) -> Any:
+    """CuPy with device `index` made current. Raises BackendError: no CuPy, driver or device, or too old a one."""
+    try:
+        if cupy is None:
+            import cupy
+        runtime = cupy.cuda.runtime
+    except ImportError as error:
+        raise BackendError(f"backend cuda: CuPy cannot be loaded ({error}); {_INSTALL}") from error
+    driver, built = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if not driver:
+        raise BackendError(f"backend cuda: expected an NVIDIA driver, found none; install one, or {_CPU}")
+    if driver // 1000 < built // 1000:
+        raise BackendError(
+            f"backend cuda: CuPy is made for CUDA {built // 1000}, the driver knows up to {driver // 1000}."
+            f"{driver % 1000 // 10}; install dsv4[cuda{driver // 1000}] or a newer driver, or {_CPU}"
+        )
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise BackendError(f"backend cuda: expected a CUDA device; {error}; {_CPU}") from error
+    if index >= count:
+        raise BackendError(
+            f"backend cuda: expected a device for each rank, found {count} and need number {index} (from 0); start fewer "
+            f"ranks on this host, or {_CPU}"
+        )
+    device = cupy.cuda.Device(index)
+    if int(device.compute_capability) < OLDEST:
+        raise BackendError(
+            f"backend cuda: expected compute capability {OLDEST / 10} or newer, device {index} has "
+            f"{int(device.compute_capability) / 10}; {_CPU}"
+        )
+    device.use()
+    return cupy
+
+
+class DeviceKernel:
+    """A kernel on the device; see Kernel."""
+
+    def __init__(self, name: str, function: Any):
+        self.name, self.function, self.raised = name, function, 0
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple, shared: int = 0) -> None:
+        check_arguments(self.name, args)
+        if not min(grid):
+            return
+        if shared > max(self.raised, _PLAIN_SHARED):
+            self.function.max_dynamic_shared_size_bytes = self.raised = shared
+        self.function(grid, block, tuple(_NULL if a is None else a for a in args), shared_mem=shared)
+
+
+class DeviceModule:
+    def __init__(self, module: Any, names: list[str]):
+        self.kernels = {name: DeviceKernel(name, module.get_function(name)) for name in names}
+
+    def kernel(self, name: str) -> DeviceKernel:
+        return self.kernels[name]
+
+
+class DeviceLauncher:
+    """Kernels on a GPU through NVRTC and CuPy; see Launcher.
+
+    Arrays come from a pool that holds `arena` bytes from the start, so that a step asks the driver for nothing. Raises
+    BackendError as open_cupy does, and where the device's memory is full.
+    """
+
+    name = "cuda"
+
+    def __init__(self, index: int = 0, arena: int = 256 << 20, cache: Path | None = None, cupy: Any = None):
+        """index: the device; arena: bytes; cache: where compiled kernels are kept, by content."""
+        self.cupy = open_cupy(index, cupy)
+        self.device = self.cupy.cuda.Device(index)
+        self.architecture = int(self.device.compute_capability)
+        self.nvrtc = nvrtc.library(self.cupy.cuda.runtime.runtimeGetVersion() // 1000)
+        self.cache = cache or Path(tempfile.gettempdir(), f"dsv4-kernels-{getpass.getuser()}")
+        self.pool = self.cupy.cuda.MemoryPool()
+        self.copies = self.cupy.cuda.Stream(non_blocking=True)
+        self._modules: dict[tuple, DeviceModule] = {}
+        self._numba: dict[Callable, Any] = {}
+        self._allocate(arena)  # freed at once, and kept by the pool
+
+    # ------------------------------------------------------------------ kernels
+    def compile(self, source: str, defines: Mapping[str, int] | None = None) -> DeviceModule:
+        key = (source, *sorted((defines or {}).items()))
+        if key not in self._modules:
+            text = define_lines(defines) + inline(source)
+            path = str(self._cubin(source, text))
+            self._modules[key] = DeviceModule(self.cupy.RawModule(path=path), kernel_names(text))
+        return self._modules[key]
+
+    def _cubin(self, source: str, text: str) -> Path:
+        """The file of a text's machine code, from the cache where it has been compiled before."""
+        parts = (text, self.architecture, nvrtc.version(self.nvrtc), nvrtc.FLAGS)
+        path = self.cache / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.cubin"
+        if not path.exists():
+            self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            compiled = nvrtc.compile_text(self.nvrtc, text, source, self.architecture)
+            with replacing(path) as file:
+                file.write(compiled.cubin)
+        return path
+
+    def each(self, function: Callable, n: int, args: tuple) -> None:
+        check_arguments(function.__name__, args)
+        if n:
+            if function not in self._numba:
+                from numba import cuda
+
+                self._numba[function] = cuda.jit(index_kernel(function, len(args)))
+            self._numba[function][-(-n // 128), 128, self.cupy.cuda.get_current_stream().ptr](n, *args)
+
+    # ------------------------------------------------------------------ arrays
+    def _allocate(self, nbytes: int) -> Any:
+        try:
+            return self.pool.malloc(nbytes)
+        except self.cupy.cuda.memory.OutOfMemoryError as error:
+            free, total = self.cupy.cuda.runtime.memGetInfo()
+            raise BackendError(
+                f"backend cuda: device {self.device.id} is out of memory: {nbytes / 1e6:.0f} MB asked for, "
+                f"{free / 1e6:.0f} of {total / 1e6:.0f} MB free; ask for a shorter context (--max-context), smaller chunks "
+                f"(--chunk) or more ranks, or {_CPU}"
+            ) from error
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
+        shape = (shape,) if isinstance(shape, int) else shape
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        return self.cupy.ndarray(shape, dtype, memptr=self._allocate(max(1, nbytes)))
+
+    def zeros(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
+        array = self.empty(shape, dtype)
+        array.data.memset_async(0, array.nbytes)
+        return array
+
+    def upload(self, array: np.ndarray) -> Any:
+        out = self.empty(array.shape, array.dtype)
+        out.set(np.ascontiguousarray(array))
+        return out
+
+    def download(self, array: Any) -> np.ndarray:
+        return array.get()
+
+    # ------------------------------------------------------------------ copies beside the compute stream
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return np.frombuffer(self.cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def mark(self) -> Any:
+        event = self.cupy.cuda.Event(disable_timing=True)
+        event.record(self.cupy.cuda.get_current_stream())
+        return event
+
+    def copy(self, source: np.ndarray, target: Any, after: Any) -> Any:
+        with self.device:
+            self.copies.wait_event(after)
+            target.data.copy_from_host_async(source.ctypes.data, source.nbytes, self.copies)
+            event = self.cupy.cuda.Event(disable_timing=True)
+            event.record(self.copies)
+            return event
+
+    def wait(self, event: Any) -> None:
+        self.cupy.cuda.get_current_stream().wait_event(event)
+
+    def host_wait(self, event: Any) -> None:
+        event.synchronize()
+
+
+def index_kernel(function: Callable, count: int) -> Any:
+    """function(i, *count arguments) as a plain Python function for numba-CUDA over (n, *arguments): one thread an index.
+
+    numba compiles neither a call with *arguments nor, without a device, one that is not inlined: the text names each.
+    """
+    from numba import cuda
+
+    names = ", ".join(f"a{i}" for i in range(count))
+    source = f"def {function.__name__}(n, {names}):\n    i = cuda.grid(1)\n    if i < n:\n        body(i, {names})\n"
+    made: dict[str, Any] = {"cuda": cuda, "body": cuda.jit(function, device=True, inline="always")}
+    exec(source, made)
+    return made[function.__name__]

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from dsv4.ops.kernels import check_arguments, define_lines, inline, kernel_names
 
 from . import build
+from .arrays import DeviceArray
 
 FORWARD, REVERSE = 0, 1  # orders of the fibers; any larger number is the seed of a shuffled one
 
@@ -95,14 +97,22 @@ class EmulatedModule:
         return self.kernels[name]
 
 
+class Event:
+    """A point in the copies' order; `number` copies have been given before it."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
 class EmulatedLauncher:
-    """Runs kernels on the CPU, on NumPy arrays. `launches` counts them.
+    """Runs kernels on the CPU, on device-array stand-ins or NumPy arrays.
 
     order: FORWARD, REVERSE or a seed > 1: which thread of a block runs first. sanitizer: "", "address", "thread".
     directory: other kernel files than the project's (the tests' own).
+    launches, synchronisations: what has been launched, and how often the host waited for the device.
     """
 
-    xp = np
+    name = "emulated"
 
     def __init__(
         self, order: int = FORWARD, sanitizer: str = "", threads: int | None = None, directory: Path | None = None
@@ -110,16 +120,67 @@ class EmulatedLauncher:
         self.order, self.sanitizer, self.directory = order, sanitizer, directory
         cores = len(os.sched_getaffinity(0))
         self.threads = threads or min(cores, int(os.environ.get("OMP_NUM_THREADS") or cores))
-        self.launches = 0
+        self.launches = self.synchronisations = 0
+        self._copies: list[tuple[np.ndarray, np.ndarray]] = []
+        self._done, self._lock = 0, threading.Lock()
+        self._modules: dict = {}
 
     def compile(self, source: str, defines=None) -> EmulatedModule:
-        """As Launcher.compile."""
-        return self.compile_text(define_lines(defines) + inline(source, self.directory))
+        key = (source, *sorted((defines or {}).items()))
+        if key not in self._modules:
+            self._modules[key] = self.compile_text(define_lines(defines) + inline(source, self.directory))
+        return self._modules[key]
 
     def compile_text(self, text: str) -> EmulatedModule:
         """The kernels of a text whose includes are inlined already."""
         return EmulatedModule(self, _library(text, self.sanitizer), kernel_names(text))
 
-    def memory(self, array) -> np.ndarray:
-        """The memory behind an array that a kernel is given."""
-        return array
+    def each(self, function, n: int, args: tuple) -> None:
+        check_arguments(function.__name__, args)
+        self.launches += bool(n)
+        plain = [self.memory(a) for a in args]
+        for i in range(n):
+            function(i, *plain)
+
+    def memory(self, array):
+        """The memory behind an array that a kernel is given; numbers as they are."""
+        return array.host if isinstance(array, DeviceArray) else array
+
+    # ------------------------------------------------------------------ arrays; new ones hold NaN, and whole numbers that lie far outside of anything
+    def empty(self, shape, dtype) -> DeviceArray:
+        array = np.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8)[...] = 0xFF
+        return DeviceArray(array, self)
+
+    def zeros(self, shape, dtype) -> DeviceArray:
+        return DeviceArray(np.zeros(shape, dtype), self)
+
+    def upload(self, array: np.ndarray) -> DeviceArray:
+        return DeviceArray(np.array(array, order="C", copy=True), self)
+
+    def download(self, array: DeviceArray) -> np.ndarray:
+        self.synchronisations += 1
+        return array.host.copy()
+
+    # ------------------------------------------------------------------ copies beside the compute stream: made as late as somebody waits
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return np.full(nbytes, 0xFF, np.uint8)
+
+    def mark(self) -> Event:
+        return Event(0)  # kernels have run when their launch returns
+
+    def copy(self, source: np.ndarray, target: DeviceArray, after: Event) -> Event:
+        with self._lock:
+            self._copies.append((source, target.host))
+            return Event(self._done + len(self._copies))
+
+    def wait(self, event: Event) -> None:
+        """Before anything that is launched from now on."""
+        self.host_wait(event)
+
+    def host_wait(self, event: Event) -> None:
+        with self._lock:
+            while self._done < event.number:
+                source, target = self._copies.pop(0)
+                target[...] = source
+                self._done += 1
