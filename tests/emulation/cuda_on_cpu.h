@@ -46,7 +46,7 @@ EMU_VECTOR(unsigned short, ushort, 4, 8)
 #define __any_sync(mask, p) (emu::ballot(EMU_SITE, mask, (p) ? 1u : 0u) != 0)
 #define __all_sync(mask, p) (emu::ballot(EMU_SITE, mask, (p) ? 0u : 1u) == 0)
 // All 32 lanes meet: f(const In in[32], Out out[32]) runs once. For the CPU twins in mma.cuh.
-#define EMU_WARP(Out, in, f) emu::meet<Out>(0xffffffffu, EMU_SITE, in, f)
+#define EMU_WARP(Out, in, ...) emu::meet<Out>(0xffffffffu, EMU_SITE, in, __VA_ARGS__)
 
 namespace emu {
 inline void sync_warp(int site, unsigned mask = 0xffffffffu) {
