@@ -57,6 +57,34 @@ static void FN(quads)(const float *x, float *y, int64_t rows, int64_t k)
         }
 }
 
+#define FETCH 8192 /* bytes that weights are fetched ahead of their use, at least: so many must be on their way */
+
+/* What a thread reads after an output of a matrix: the next ones below `end`, then those of `next` (NULL: nothing
+ * known) from n on. */
+struct route {
+    int64_t end, n;
+    const struct matrix *next;
+};
+
+/* Groups of four outputs are read side by side: so many outputs ahead is FETCH bytes at least. */
+static inline int64_t FN(outputs_ahead)(const struct matrix *w)
+{
+    const int64_t fours = (FETCH / 4 + w->weight_stride - 1) / w->weight_stride;
+    return fours > 1 ? 4 * fours : 4;
+}
+
+/* The weights, from input k of a step on, that will be read `more` outputs after output n of w; *scale: their scales
+ * of FP4. Where the route ends: those of n. */
+static inline const uint8_t *FN(ahead)(const struct matrix *w, const struct route *route, int64_t n, int64_t more,
+                                       const uint8_t **scale)
+{
+    const struct matrix *from = w;
+    if (n + more < route->end) n += more;
+    else if (route->next) from = route->next, n = route->n + n + more - route->end;
+    *scale = from->format == FORMAT_FP4 ? from->scale + n * from->scale_stride : from->scale;
+    return from->weight + n * from->weight_stride;
+}
+
 #ifdef V16_BF16
 #include "gemm_pairs.h"
 #endif
@@ -111,9 +139,11 @@ INLINE void FN(advance)(const int form, const int R, const int C, const uint8_t 
     }
 }
 
-/* Sums over one chunk of R rows and C outputs: sum[r · C + c]. scale[c]: one float a block of 128, or a group of 32. */
+/* Sums over one chunk of R rows and C outputs: sum[r · C + c]. scale[c]: one float a block of 128, or a group of 32.
+ * Weights as stored are fetched from fetch[c] on at the pace at which these are read. */
 INLINE void FN(dot)(const int form, const int R, const int C, const uint8_t *const *weight,
-                    const float *const *scale, const float *const *x, int64_t len, float *sum)
+                    const float *const *scale, const uint8_t *const *fetch, const float *const *x, int64_t len,
+                    float *sum)
 {
     const int step = FN(step)[form], bytes = FN(step_bytes)[form], scales = IS_FP4(form) ? 2 : form == FORMAT_FP8;
     v16 acc[16];
@@ -127,6 +157,8 @@ INLINE void FN(dot)(const int form, const int R, const int C, const uint8_t *con
         for (int c = 0; c < C; c++) {
             w[c] = weight[c] + g * bytes;
             if (scales) s[c] = scale[c] + g * scales;
+            if (form == FORMAT_FP8 || form == FORMAT_FP4 || form == FORMAT_BF16)
+                for (int i = 0; i < bytes; i += 64) __builtin_prefetch(fetch[c] + g * bytes + i, 0, 2);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) v[r] = x[r] + g * step;
@@ -152,12 +184,12 @@ INLINE void FN(dot)(const int form, const int R, const int C, const uint8_t *con
 
 /* Sums over one chunk; rows is 1, 2 or V16_ROWS. Returns how many outputs it did. */
 #define DOT(form) \
-    (rows == 1   ? (FN(dot)(form, 1, 4, weight, scale, x, len, sum), 4) \
-     : rows == 2 ? (FN(dot)(form, 2, V16_COLUMNS, weight, scale, x, len, sum), V16_COLUMNS) \
-                 : (FN(dot)(form, V16_ROWS, V16_COLUMNS, weight, scale, x, len, sum), V16_COLUMNS))
+    (rows == 1   ? (FN(dot)(form, 1, 4, weight, scale, fetch, x, len, sum), 4) \
+     : rows == 2 ? (FN(dot)(form, 2, V16_COLUMNS, weight, scale, fetch, x, len, sum), V16_COLUMNS) \
+                 : (FN(dot)(form, V16_ROWS, V16_COLUMNS, weight, scale, fetch, x, len, sum), V16_COLUMNS))
 
 static int FN(dot_any)(int form, int rows, const uint8_t *const *weight, const float *const *scale,
-                       const float *const *x, int64_t len, float *sum)
+                       const uint8_t *const *fetch, const float *const *x, int64_t len, float *sum)
 {
     switch (form) {
     case FORMAT_FP8: return DOT(FORMAT_FP8);
@@ -171,7 +203,7 @@ static int FN(dot_any)(int form, int rows, const uint8_t *const *weight, const f
 /* Where the weights of one chunk of a strip are, as dot wants them. */
 struct FN(chunk) {
     int form;
-    const uint8_t *weight[STRIP];
+    const uint8_t *weight[STRIP], *fetch[STRIP];
     const float *scale[STRIP];
     float scales[STRIP][CHUNK_FP4 / GROUP];
 };
@@ -198,9 +230,10 @@ static int FN(any_nan)(const uint8_t *codes, int64_t len)
     return (seen & 0x8080808080808080) != 0;
 }
 
-/* Outputs n0 .. n0+nn−1, inputs k .. k+len−1. Whether it can be decoded in registers: no FP8
- * code is a NaN, no scale times 256 too large. */
-static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0, int nn, int64_t k, int64_t len)
+/* Outputs n0 .. n0+nn−1, inputs k .. k+len−1; `more` outputs after them is what to fetch. Whether it can be decoded in
+ * registers: no FP8 code is a NaN, no scale times 256 too large. */
+static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, const struct route *route, int64_t more,
+                    int64_t n0, int nn, int64_t k, int64_t len)
 {
     const int step = FN(step)[w->format], bytes = FN(step_bytes)[w->format], fp8 = w->format == FORMAT_FP8;
     const int unit = fp8 ? 128 : GROUP, count = (int)((len + unit - 1) / unit);
@@ -208,10 +241,10 @@ static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0,
     chunk->form = w->format;
     for (int c = 0; c < (nn + 3) / 4 * 4; c++) {
         const int64_t n = n0 + (c < nn ? c : nn - 1); /* dot takes four: the last one again fills up */
+        const uint8_t *scales;
         chunk->weight[c] = w->weight + n * w->weight_stride + k * bytes / step;
-        /* the same of the next outputs: memory is slow to begin, above all at a new page */
-        for (int64_t i = 0; i < len * bytes / step && nn <= 4; i += 64)
-            __builtin_prefetch(chunk->weight[c] + 4 * w->weight_stride + i, 0, 2);
+        chunk->fetch[c] = FN(ahead)(w, route, n, more, &scales) + k * bytes / step;
+        if (w->format == FORMAT_FP4) __builtin_prefetch(scales + k / GROUP, 0, 2);
         if (fp8 && FN(any_nan)(chunk->weight[c], len)) ok = 0;
         if (c && (c >= nn || (fp8 && n % 128))) {
             chunk->scale[c] = chunk->scale[c - 1];
@@ -230,11 +263,13 @@ static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, int64_t n0,
 
 /* len weights of one output as floats (FP4: without their scales), the last step filled up with zeros. Any scale, any
  * code. */
-INLINE void FN(decode_row)(const int form, const uint8_t *p, const float *scale, int64_t len, float *out)
+INLINE void FN(decode_row)(const int form, const uint8_t *p, const float *scale, const uint8_t *fetch, int64_t len,
+                           float *out)
 {
     const int step = FN(step)[form], bytes = FN(step_bytes)[form];
     uint8_t padded[128];
-    for (int64_t k = 0; k < len; k += step, p += bytes, out += step) {
+    for (int64_t k = 0; k < len; k += step, p += bytes, fetch += bytes, out += step) {
+        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(fetch + i, 0, 2);
         if (len - k < step) {
             memset(padded, 0, sizeof padded);
             p = memcpy(padded, p, (size_t)((len - k) * bytes / step));
@@ -259,10 +294,10 @@ static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float
         const uint8_t *p = chunk->weight[c];
         float *out = tile + c * TILE_STRIDE;
         switch (chunk->form) {
-        case FORMAT_FP8: FN(decode_row)(FORMAT_FP8, p, chunk->scale[c], len, out); break;
-        case FORMAT_FP4: FN(decode_row)(FORMAT_FP4, p, NULL, len, out); break;
-        case FORMAT_BF16: FN(decode_row)(FORMAT_BF16, p, NULL, len, out); break;
-        default: FN(decode_row)(FORMAT_F32, p, NULL, len, out); break;
+        case FORMAT_FP8: FN(decode_row)(FORMAT_FP8, p, chunk->scale[c], chunk->fetch[c], len, out); break;
+        case FORMAT_FP4: FN(decode_row)(FORMAT_FP4, p, NULL, chunk->fetch[c], len, out); break;
+        case FORMAT_BF16: FN(decode_row)(FORMAT_BF16, p, NULL, chunk->fetch[c], len, out); break;
+        default: FN(decode_row)(FORMAT_F32, p, NULL, chunk->fetch[c], len, out); break;
         }
     }
     chunk->form = chunk->form == FORMAT_FP4 ? TILE_FP4 : FORMAT_F32;
@@ -280,7 +315,7 @@ static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *co
         for (int i = 0; i < V16_ROWS; i++) xs[i] = x[r + (i < live ? i : live - 1)] + at;
         for (int c = 0, done; c < nn; c += done) {
             float sum[V16_ROWS * 4];
-            done = FN(dot_any)(chunk->form, live, chunk->weight + c, chunk->scale + c, xs, len, sum);
+            done = FN(dot_any)(chunk->form, live, chunk->weight + c, chunk->scale + c, chunk->fetch + c, xs, len, sum);
             for (int i = 0; i < live; i++)
                 for (int j = 0; j < done && c + j < nn; j++) {
                     float *to = sums + (r + i) * STRIP + c + j;
@@ -292,19 +327,20 @@ static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *co
 
 /* sums[slice][row][STRIP] of outputs n0 .. n0+nn−1 (nn <= STRIP) for rows <= BLOCK rows x[row], each [w->k]; for FP4
  * as quads makes them. */
-static void FN(strip)(const struct matrix *w, int64_t n0, int nn, const float *const *x, int rows, int slices,
-                      float *sums)
+static void FN(strip)(const struct matrix *w, const struct route *route, int64_t n0, int nn, const float *const *x,
+                      int rows, int slices, float *sums)
 {
     float tile[STRIP * TILE_STRIDE];
     struct FN(chunk) chunk;
     const int64_t width = w->k / slices, most = w->format == FORMAT_FP4 ? CHUNK_FP4 : CHUNK;
     const int columns = rows <= FEW ? 4 : STRIP; /* few rows: along whole rows of weights, as they lie */
+    const int64_t more = rows <= FEW ? FN(outputs_ahead)(w) : STRIP;
     for (int c = 0; c < nn; c += columns)
         for (int s = 0; s < slices; s++)
             for (int64_t k = 0; k < width; k += most) {
                 const int64_t len = width - k < most ? width - k : most, at = s * width + k;
                 const int live = nn - c < columns ? nn - c : columns;
-                if (!FN(look)(&chunk, w, n0 + c, live, at, len) || rows > FEW)
+                if (!FN(look)(&chunk, w, route, more, n0 + c, live, at, len) || rows > FEW)
                     FN(decode_chunk)(&chunk, live, len, tile);
                 FN(add_chunk)(&chunk, live, x, at, rows, len, k == 0, sums + (int64_t)s * rows * STRIP + c);
             }
@@ -329,6 +365,8 @@ static void FN(linear)(void *args, int tid, int n)
     float sums[MAX_SLICES * BLOCK * STRIP];
     int64_t first, last;
     team_share(a->groups * strips * blocks, tid, n, &first, &last);
+    struct route route = {w->n, 0, NULL};
+    if (blocks == 1) route.end = (last - 1) / strips * width + ((last - 1) % strips + 1) * STRIP;
     for (int64_t job = first; job < last; job++) {
         /* all strips of a block of rows in turn: its inputs stay in the cache */
         const int64_t block = job / strips / a->groups, group = job / strips % a->groups, strip = job % strips;
@@ -337,7 +375,7 @@ static void FN(linear)(void *args, int tid, int n)
         const int nn = (int)(width - strip * STRIP < STRIP ? width - strip * STRIP : STRIP);
         const float *x[BLOCK];
         for (int r = 0; r < rows; r++) x[r] = a->x + ((t0 + r) * a->groups + group) * a->stride;
-        FN(strip)(w, n0, nn, x, rows, a->slices, sums);
+        FN(strip)(w, &route, n0, nn, x, rows, a->slices, sums);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < nn; c++)
                 a->y[(t0 + r) * w->n + n0 + c] = FN(tree)(sums + r * STRIP + c, rows * STRIP, a->slices);

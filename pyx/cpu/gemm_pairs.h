@@ -7,7 +7,7 @@
  * x of every 64 inputs: the 32 even ones, then the 32 odd ones.
  */
 
-#define FETCH 8192 /* bytes: far enough to have a new page's first lines in time */
+#define FEW_PAIRS 4 /* up to so many rows the inputs of whole rows of weights fit the nearest cache */
 
 /* e2m1 as bf16, twice: of a word's index five bits count, and the fifth may be anything */
 #define E2M1_BF16 \
@@ -15,52 +15,78 @@
     0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0
 static const uint16_t FN(e2m1_bf16)[32] = {E2M1_BF16, E2M1_BF16};
 
-/* 64 (`half`: 32) inputs of one output for R rows: added to acc[r · C]. */
-INLINE void FN(pairs_step)(const int R, const int C, const uint8_t *weight, const int half, __m512 scale,
-                           const uint16_t *const *x, int64_t k, __m512 *acc)
+/* 64 (`half`: 32) inputs of C outputs for R rows, the codes `at` bytes from weight[c] on: added to acc[r · C + c]. */
+INLINE void FN(pairs_step)(const int R, const int C, const uint8_t *const *weight, int64_t at, const int half,
+                           const __m512 *scale, __m512i which, const uint16_t *const *x, int64_t k, __m512 *acc)
 {
     const __m512i table = _mm512_loadu_si512(FN(e2m1_bf16));
-    const __m256i bytes = half ? _mm256_maskz_loadu_epi8(0xffff, weight) : _mm256_loadu_si256((const __m256i *)weight);
-    const __m512i words = _mm512_cvtepu8_epi16(bytes);
-    const __m512i low = _mm512_permutexvar_epi16(words, table);
-    const __m512i high = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-        __m512 p = _mm512_setzero_ps();
-        p = _mm512_dpbf16_ps(p, (__m512bh)low, (__m512bh)_mm512_loadu_si512(x[r] + k));
-        p = _mm512_dpbf16_ps(p, (__m512bh)high, (__m512bh)_mm512_loadu_si512(x[r] + k + 32));
-        acc[r * C] = _mm512_fmadd_ps(p, scale, acc[r * C]);
+    __m512bh low[4], high[4];
+    __m512 own[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+        const __m256i *p = (const __m256i *)(weight[c] + at);
+        const __m512i words = _mm512_cvtepu8_epi16(half ? _mm256_maskz_loadu_epi8(0xffff, p) : _mm256_loadu_si256(p));
+        low[c] = (__m512bh)_mm512_permutexvar_epi16(words, table);
+        high[c] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
+        own[c] = _mm512_permutexvar_ps(which, scale[c]);
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            __m512 p = _mm512_setzero_ps();
+            p = _mm512_dpbf16_ps(p, low[c], (__m512bh)_mm512_loadu_si512(x[r] + k));
+            p = _mm512_dpbf16_ps(p, high[c], (__m512bh)_mm512_loadu_si512(x[r] + k + 32));
+            acc[r * C + c] = _mm512_fmadd_ps(p, own[c], acc[r * C + c]);
+        }
 }
 
-/* Up to 512 inputs of one output from k on: added to acc[r · C]. */
-INLINE void FN(pairs_some)(const int R, const int C, const uint8_t *weight, const uint8_t *scales,
-                           const uint16_t *const *x, int64_t k, int len, __m512 *acc)
+/* Up to 512 inputs of C outputs from k on: added to acc[r · C + c]. */
+INLINE void FN(pairs_some)(const int R, const int C, const uint8_t *const *weight, const uint8_t *const *scales,
+                           const uint8_t *const *fetch, const uint8_t *const *fetch_scales, const uint16_t *const *x,
+                           int64_t k, int len, __m512 *acc)
 {
-    const __m128i bytes = _mm_maskz_loadu_epi8((__mmask16)((1u << len / GROUP) - 1), scales + k / GROUP);
-    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
-    const __m512 scale = _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x00400000)));
-    __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    for (const int64_t end = k + len / 64 * 64; k < end; k += 64) {
-        _mm_prefetch((const char *)weight + k / 2 + FETCH, _MM_HINT_T1);
-        FN(pairs_step)(R, C, weight + k / 2, 0, _mm512_permutexvar_ps(which, scale), x, k, acc);
-        which = _mm512_add_epi32(which, _mm512_set1_epi32(2));
+    const __mmask16 groups = (__mmask16)((1u << len / GROUP) - 1);
+    __m512 scale[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+        const uint8_t *p = scales[c] + k / GROUP;
+        const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(groups, p)), 23);
+        scale[c] = _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x00400000)));
+        _mm_prefetch((const char *)fetch_scales[c] + k / GROUP, _MM_HINT_T1);
     }
-    if (len % 64) FN(pairs_step)(R, C, weight + k / 2, 1, _mm512_permutexvar_ps(which, scale), x, k, acc);
+    __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m512i two = _mm512_set1_epi32(2);
+    int64_t at = k / 2;
+    int left = len;
+    for (; left >= 128; left -= 128, k += 128, at += 64) { /* a cache line of codes */
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) _mm_prefetch((const char *)fetch[c] + at, _MM_HINT_T1);
+        FN(pairs_step)(R, C, weight, at, 0, scale, which, x, k, acc);
+        which = _mm512_add_epi32(which, two);
+        FN(pairs_step)(R, C, weight, at + 32, 0, scale, which, x, k + 64, acc);
+        which = _mm512_add_epi32(which, two);
+    }
+    if (left >= 64) {
+        FN(pairs_step)(R, C, weight, at, 0, scale, which, x, k, acc);
+        which = _mm512_add_epi32(which, two);
+        left -= 64, k += 64, at += 32;
+    }
+    if (left) FN(pairs_step)(R, C, weight, at, 1, scale, which, x, k, acc);
 }
 
 /* C (2 or 4) outputs from n on for R rows, k0 .. k0+width−1: added to sums [row][STRIP], or begun. */
 INLINE void FN(pairs_dot)(const int R, const int C, const uint8_t *const *weight, const uint8_t *const *scales,
-                          const uint16_t *const *x, int64_t k0, int64_t len, int first, float *sums)
+                          const uint8_t *const *fetch, const uint8_t *const *fetch_scales, const uint16_t *const *x,
+                          int64_t k0, int64_t len, int first, float *sums)
 {
     __m512 acc[16];
     float sum[16];
 #pragma GCC unroll 16
     for (int i = 0; i < R * C; i++) acc[i] = _mm512_setzero_ps();
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) /* one after another, as they lie in memory */
-        for (int64_t k = 0; k < len; k += 512)
-            FN(pairs_some)(R, C, weight[c], scales[c], x, k0 + k, (int)(len - k < 512 ? len - k : 512), acc + c);
+    for (int64_t k = 0; k < len; k += 512)
+        FN(pairs_some)(R, C, weight, scales, fetch, fetch_scales, x, k0 + k, (int)(len - k < 512 ? len - k : 512),
+                       acc);
     int i = 0;
 #pragma GCC unroll 4
     for (; i + 4 <= R * C; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
@@ -75,29 +101,33 @@ INLINE void FN(pairs_dot)(const int R, const int C, const uint8_t *const *weight
         }
 }
 
-/* Outputs n .. n+3 (`last` the last there is) for R rows, and k0 .. k1−1 of every slice. */
-INLINE void FN(pairs_four)(const int R, const int C, const struct matrix *w, int64_t n, int64_t last, int rows,
-                           const uint16_t *const *x, int slices, int64_t k0, int64_t k1, float *sums)
+/* Outputs n .. n+3 (`last` the last there is) for R rows, and k0 .. k1−1 of every slice; `more` outputs after them is
+ * what to fetch. */
+INLINE void FN(pairs_four)(const int R, const int C, const struct matrix *w, const struct route *route, int64_t more,
+                           int64_t n, int64_t last, int rows, const uint16_t *const *x, int slices, int64_t k0,
+                           int64_t k1, float *sums)
 {
-    const uint8_t *weight[4], *scale[4];
+    const uint8_t *weight[4], *scale[4], *fetch[4], *fetch_scale[4];
     for (int c = 0; c < 4; c++) {
         const int64_t j = n + c < last ? n + c : last;
         weight[c] = w->weight + j * w->weight_stride;
         scale[c] = w->scale + j * w->scale_stride;
+        fetch[c] = FN(ahead)(w, route, j, more, &fetch_scale[c]);
     }
     const int64_t width = w->k / slices;
     for (int s = 0; s < slices; s++, sums += (int64_t)rows * STRIP)
         for (int64_t k = k0; k < k1; k += CHUNK_FP4)
             for (int c = 0; c < 4; c += C)
-                FN(pairs_dot)(R, C, weight + c, scale + c, x, s * width + k,
+                FN(pairs_dot)(R, C, weight + c, scale + c, fetch + c, fetch_scale + c, x, s * width + k,
                               k1 - k < CHUNK_FP4 ? k1 - k : CHUNK_FP4, k == 0, sums + c);
 }
 
 #define PAIRS_CASE(R, C) \
-    case R: FN(pairs_four)(R, C, w, n, last, rows, x, slices, k0, k1, sums); break;
+    case R: FN(pairs_four)(R, C, w, route, more, n, last, rows, x, slices, k0, k1, sums); break;
 
-static void FN(pairs_any)(int live, const struct matrix *w, int64_t n, int64_t last, int rows,
-                          const uint16_t *const *x, int slices, int64_t k0, int64_t k1, float *sums)
+static void FN(pairs_any)(int live, const struct matrix *w, const struct route *route, int64_t more, int64_t n,
+                          int64_t last, int rows, const uint16_t *const *x, int slices, int64_t k0, int64_t k1,
+                          float *sums)
 {
     switch (live) {
         PAIRS_CASE(1, 4)
@@ -112,17 +142,19 @@ static void FN(pairs_any)(int live, const struct matrix *w, int64_t n, int64_t l
 }
 
 /* As strip, for FP4 and x as pairs. Sums beyond nn, up to a multiple of four, are written too. */
-static void FN(strip_pairs)(const struct matrix *w, int64_t n0, int nn, const uint16_t *const *x, int rows, int slices,
-                            float *sums)
+static void FN(strip_pairs)(const struct matrix *w, const struct route *route, int64_t n0, int nn,
+                            const uint16_t *const *x, int rows, int slices, float *sums)
 {
     const int64_t width = w->k / slices, last = n0 + nn - 1;
-    if (rows <= 8) { /* along whole rows of weights, as they lie */
-        for (int c = 0; c < nn; c += 4) FN(pairs_any)(rows, w, n0 + c, last, rows, x, slices, 0, width, sums + c);
+    if (rows <= FEW_PAIRS) { /* along whole rows of weights, as they lie */
+        const int64_t more = FN(outputs_ahead)(w);
+        for (int c = 0; c < nn; c += 4)
+            FN(pairs_any)(rows, w, route, more, n0 + c, last, rows, x, slices, 0, width, sums + c);
         return;
     }
-    for (int64_t k = 0; k < width; k += CHUNK_FP4)
+    for (int64_t k = 0; k < width; k += CHUNK_FP4) /* the rows' inputs of one chunk stay in the nearest cache */
         for (int r = 0; r < rows; r += 8)
             for (int c = 0; c < nn; c += 4)
-                FN(pairs_any)(rows - r < 8 ? rows - r : 8, w, n0 + c, last, rows, x + r, slices, k,
+                FN(pairs_any)(rows - r < 8 ? rows - r : 8, w, route, STRIP, n0 + c, last, rows, x + r, slices, k,
                               width - k < CHUNK_FP4 ? width : k + CHUNK_FP4, sums + r * STRIP + c);
 }

@@ -52,20 +52,20 @@ static void FN(pack)(struct moe_args *a, const float *x, void *to, int64_t at, i
 }
 
 /* As strip; for FP4 x is what pack made, its rows `stride` elements each. */
-static void FN(moe_strip)(const struct matrix *w, int64_t n0, int nn, const void *x, int64_t stride,
-                          const int32_t *row, int rows, int slices, float *sums)
+static void FN(moe_strip)(const struct matrix *w, const struct route *route, int64_t n0, int nn, const void *x,
+                          int64_t stride, const int32_t *row, int rows, int slices, float *sums)
 {
     const float *each[BLOCK];
 #ifdef V16_BF16
     if (w->format == FORMAT_FP4) {
         const uint16_t *pairs[BLOCK];
         for (int r = 0; r < rows; r++) pairs[r] = (const uint16_t *)x + (row ? row[r] : r) * stride;
-        FN(strip_pairs)(w, n0, nn, pairs, rows, slices, sums);
+        FN(strip_pairs)(w, route, n0, nn, pairs, rows, slices, sums);
         return;
     }
 #endif
     for (int r = 0; r < rows; r++) each[r] = (const float *)x + (row ? row[r] : r) * stride;
-    FN(strip)(w, n0, nn, each, rows, slices, sums);
+    FN(strip)(w, route, n0, nn, each, rows, slices, sums);
 }
 
 static void FN(moe_inputs)(struct moe_args *a, int tid, int n)
@@ -81,8 +81,8 @@ static void FN(moe_inputs)(struct moe_args *a, int tid, int n)
     }
 }
 
-/* The activations of one expert for 128 inner values (`block`), all its rows. */
-static void FN(moe_inner)(struct moe_args *a, int64_t use, int64_t block)
+/* The activations of one expert for 128 inner values (`block`), all its rows. `after`: what the thread does next. */
+static void FN(moe_inner)(struct moe_args *a, int64_t use, int64_t block, struct route after)
 {
     const struct matrix *w1 = a->matrices + 3 * (int64_t)a->expert[use], *w2 = w1 + 1, *w3 = w1 + 2;
     const void *inputs = w1->format == FORMAT_FP4 ? a->packed : a->plain;
@@ -92,13 +92,16 @@ static void FN(moe_inner)(struct moe_args *a, int64_t use, int64_t block)
     float sums[BLOCK * STRIP], gates[2][BLOCK][E4M3_BLOCK];
     for (int64_t e = a->first[use]; e < a->first[use + 1]; e += BLOCK) {
         const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
-        for (int c = 0; c < width; c += STRIP)
-            for (int which = 0; which < 2; which++) {
+        for (int which = 0; which < 2; which++) {
+            struct route route = which ? after : (struct route){0, k, w3};
+            route.end = k + width;
+            for (int c = 0; c < width; c += STRIP) {
                 const int nn = width - c < STRIP ? width - c : STRIP;
-                FN(moe_strip)(which ? w3 : w1, k + c, nn, inputs, stride, a->row + e, rows, 1, sums);
+                FN(moe_strip)(which ? w3 : w1, &route, k + c, nn, inputs, stride, a->row + e, rows, 1, sums);
                 for (int r = 0; r < rows; r++)
                     memcpy(&gates[which][r][c], sums + r * STRIP, sizeof(float) * (size_t)nn);
             }
+        }
         for (int r = 0; r < rows; r++) {
             float act[E4M3_BLOCK], *out = a->act + e * TO_64(a->inner);
             const int64_t at = r * TO_64(a->inner) + k;
@@ -109,23 +112,27 @@ static void FN(moe_inner)(struct moe_args *a, int64_t use, int64_t block)
     }
 }
 
-/* Outputs n0 .. n0+width−1 (width <= MOE_WIDTH) of every row; totals [slices][rows][MOE_WIDTH]. */
-static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, float *totals)
+/* Outputs n0 .. n0+width−1 (width <= MOE_WIDTH) of every row; totals [slices][rows][MOE_WIDTH]. The thread goes on at
+ * output `after` of the first expert. */
+static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, int64_t after, float *totals)
 {
     float sums[MAX_SLICES * BLOCK * STRIP];
     memset(totals, 0, sizeof(float) * (size_t)(a->slices * a->rows * MOE_WIDTH));
     for (int64_t use = 0; use < a->uses; use++) {
         const struct matrix *w2 = a->matrices + 3 * (int64_t)a->expert[use] + 1;
+        const int64_t following = a->expert[use + 1 < a->uses ? use + 1 : 0];
+        const struct route route = {n0 + width, use + 1 < a->uses ? n0 : after, a->matrices + 3 * following + 1};
         for (int64_t e = a->first[use]; e < a->first[use + 1]; e += BLOCK) {
             const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
             const int64_t stride = TO_64(a->inner);
             for (int c0 = 0; c0 < width; c0 += STRIP) {
                 const int nn = width - c0 < STRIP ? width - c0 : STRIP;
-                FN(moe_strip)(w2, n0 + c0, nn, a->act + e * stride, stride, NULL, rows, a->slices, sums);
+                FN(moe_strip)(w2, &route, n0 + c0, nn, a->act + e * stride, stride, NULL, rows, a->slices, sums);
                 for (int s = 0; s < a->slices; s++)
                     for (int r = 0; r < rows; r++) {
                         float *total = totals + (s * a->rows + a->row[e + r]) * MOE_WIDTH + c0;
-                        for (int c = 0; c < nn; c++) total[c] += sums[(s * rows + r) * STRIP + c];
+                        const v16 more = v16_load_n(sums + (s * rows + r) * STRIP, nn);
+                        v16_store_n(total, v16_add(v16_load_n(total, nn), more), nn);
                     }
             }
         }
@@ -135,18 +142,24 @@ static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, flo
             a->y[t * a->d + n0 + c] = FN(tree)(totals + t * MOE_WIDTH + c, a->rows * MOE_WIDTH, a->slices);
 }
 
+/* Threads take jobs in turn, each one ahead of what it does, so that it knows which weights to fetch. */
 static void FN(moe)(void *args, int tid, int n)
 {
     struct moe_args *a = args;
     FN(moe_inputs)(a, tid, n);
     team_barrier(n);
     const int64_t blocks = (a->inner + E4M3_BLOCK - 1) / E4M3_BLOCK, spans = (a->d + MOE_WIDTH - 1) / MOE_WIDTH;
-    for (int64_t job; (job = atomic_fetch_add(&a->next_inner, 1)) < a->uses * blocks;)
-        FN(moe_inner)(a, job / blocks, job % blocks);
+    for (int64_t next, job = atomic_fetch_add(&a->next_inner, 1); job < a->uses * blocks; job = next) {
+        next = atomic_fetch_add(&a->next_inner, 1);
+        struct route after = {0, next % blocks * E4M3_BLOCK, NULL};
+        if (next < a->uses * blocks) after.next = a->matrices + 3 * (int64_t)a->expert[next / blocks];
+        FN(moe_inner)(a, job / blocks, job % blocks, after);
+    }
     team_barrier(n);
     float *totals = a->totals + (int64_t)tid * a->slices * a->rows * MOE_WIDTH;
-    for (int64_t job; (job = atomic_fetch_add(&a->next_output, 1)) < spans;) {
+    for (int64_t next, job = atomic_fetch_add(&a->next_output, 1); job < spans; job = next) {
+        next = atomic_fetch_add(&a->next_output, 1);
         const int64_t n0 = job * MOE_WIDTH, rest = a->d - n0;
-        FN(moe_outputs)(a, n0, (int)(rest < MOE_WIDTH ? rest : MOE_WIDTH), totals);
+        FN(moe_outputs)(a, n0, (int)(rest < MOE_WIDTH ? rest : MOE_WIDTH), next * MOE_WIDTH, totals);
     }
 }
