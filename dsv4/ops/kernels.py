@@ -123,6 +123,9 @@ class Launcher(Protocol):
     def download(self, array: Any) -> np.ndarray:
         """A host copy. Waits for all work so far: the only method that does."""
 
+    def address(self, array: Any) -> int:
+        """Where a device array begins, for tables of pointers. Whoever puts it into one keeps the array."""
+
     def pinned(self, nbytes: int) -> np.ndarray:
         """Page-locked host memory, uint8."""
 
@@ -277,6 +280,9 @@ class DeviceLauncher:
 
     def download(self, array: Any) -> np.ndarray:
         return array.get()
+
+    def address(self, array: Any) -> int:
+        return array.data.ptr
 
     # ------------------------------------------------------------------ copies beside the compute stream
     def pinned(self, nbytes: int) -> np.ndarray:
