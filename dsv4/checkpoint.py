@@ -130,6 +130,14 @@ class Checkpoint:
             array.flags.writeable = False
         return array
 
+    def lies(self, name: str, part: tuple[slice, slice]) -> tuple[int, int, int, int, int]:
+        """Where a part of a matrix lies: file descriptor, first byte, bytes from row to row, rows, bytes of a row."""
+        info = self.info(name)
+        item, (rows, columns) = np.dtype(DTYPES[info.dtype]).itemsize, part
+        pitch = info.shape[1] * item
+        begin = info.begin + rows.start * pitch + columns.start * item
+        return self._file(info.shard).fileno(), begin, pitch, rows.stop - rows.start, (columns.stop - columns.start) * item
+
     def read(self, name: str, start: int, count: int) -> bytes:
         """`count` bytes of a tensor from its byte `start` on: for small pieces here and there.
 

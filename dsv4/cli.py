@@ -14,6 +14,7 @@ import click
 from . import __version__
 from .bench.cli import bench
 from .cli_gate import gate
+from .cli_pack import pack
 from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import Bars, engine_options, load_engine, prompt_options, quiet_follower, read_prompt, say
 from .cli_synth import synth
@@ -40,7 +41,7 @@ def cli(ctx):
       python -m dsv4 COMMAND --help
 
     Settings that are not given as options may come from the environment: DSV4_BACKEND, DSV4_THREADS,
-    DSV4_MAX_CONTEXT, DSV4_MAX_SESSIONS, DSV4_CHUNK, DSV4_DEBUG.
+    DSV4_MAX_CONTEXT, DSV4_MAX_SESSIONS, DSV4_CHUNK, DSV4_DEBUG, DSV4_EXPERT_CACHE, DSV4_PACKED.
 
     Started by mpirun, the processes run one model together.
     """
@@ -51,6 +52,7 @@ def cli(ctx):
 cli.add_command(bench)
 cli.add_command(determinism)
 cli.add_command(gate)
+cli.add_command(pack)
 cli.add_command(synth)
 
 
@@ -112,7 +114,8 @@ def generate(model, prompt, prompt_file, tokens, as_json, settings, spec, record
     \b
     The JSON record: text, tokens, finish_reason ("stop" or "length"), usage {prompt_tokens, completion_tokens},
     timings {load_s, prefill_s, decode_s, prefill_tps, decode_tps}, speculation {mode, rounds, drafted, accepted,
-    accept_rate, skipped_rounds, margin_skipped_rounds}; with --logprobs also logprobs, a list of {token, logprob, top:
+    accept_rate, skipped_rounds, margin_skipped_rounds}; with --expert-cache also experts {hits, misses, prefetched,
+    bytes_staged, stall_s}; with --logprobs also logprobs, a list of {token, logprob, top:
     [{token, logprob}]}. tokens includes the end token or stop id that ended it, text does not.
     """
     from .generate import complete
@@ -134,7 +137,7 @@ def generate(model, prompt, prompt_file, tokens, as_json, settings, spec, record
             if recorder:
                 recorder.write()
             raise
-    say(json.dumps(_record(result, load_s), ensure_ascii=False) if as_json else "")
+    say(json.dumps(_record(result, load_s, engine.experts), ensure_ascii=False) if as_json else "")
     if recorder:
         recorder.write()
 
@@ -144,7 +147,7 @@ def _print_step(bars: Bars, text: bool, step) -> None:
     say(step.text if text else f"{step.token} ", end="")
 
 
-def _record(result, load_s: float) -> dict:
+def _record(result, load_s: float, experts: dict | None) -> dict:
     record = {
         "text": result.text,
         "tokens": result.tokens,
@@ -153,6 +156,8 @@ def _record(result, load_s: float) -> dict:
         "timings": {"load_s": load_s, **result.timings},
         "speculation": result.speculation,
     }
+    if experts is not None:
+        record["experts"] = experts
     return record if result.logprobs is None else {**record, "logprobs": result.logprobs}
 
 

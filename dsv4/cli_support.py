@@ -14,6 +14,7 @@ import click
 
 from .config import World
 from .errors import InputError
+from .sizes import parse_size
 
 ENGINE_OPTIONS = (
     click.option(
@@ -24,13 +25,20 @@ ENGINE_OPTIONS = (
     click.option(
         "--chunk", type=int, metavar="N", help="Tokens of a prompt that run at once. Changes speed, not results."
     ),
+    click.option(
+        "--expert-cache",
+        callback=lambda ctx, param, text: None if text is None else parse_size("--expert-cache", text),
+        metavar="SIZE",
+        help="Stage experts: keep so many bytes of them resident (2GiB, 500MB). Default: taken where the file is mapped.",
+    ),
+    click.option("--packed", metavar="FILE", help="Take experts from this file, which `pack` made of the checkpoint."),
     click.option("--debug", is_flag=True, default=None, help="Look for bad numbers after every layer (slower)."),
 )
 
 
 def engine_options(command):
     """Options that say how to run; the command gets them as a dict `settings`, None where not given."""
-    names = ("backend", "threads", "max_context", "chunk", "debug")
+    names = ("backend", "threads", "max_context", "chunk", "expert_cache", "packed", "debug")
 
     @wraps(command)
     def collect(*arguments, **options):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
+from .sizes import parse_size
 
 # key → (accepted values, whether it must be there): keys that select an algorithm
 _CHOICES = {
@@ -441,6 +442,8 @@ _ENVIRONMENT = {
     "DSV4_MAX_SESSIONS": ("max_sessions", _parse_count),
     "DSV4_CHUNK": ("chunk", _parse_count),
     "DSV4_DEBUG": ("debug", _parse_flag),
+    "DSV4_EXPERT_CACHE": ("expert_cache", parse_size),
+    "DSV4_PACKED": ("packed", lambda name, text: text),
 }
 
 
@@ -454,11 +457,13 @@ class RunConfig:
     max_sessions: int = 8
     chunk: int = 512  # rows of one prefill forward
     debug: bool = False  # name the layer of the first non-finite value
+    expert_cache: int | None = None  # bytes of resident experts; None: the backend takes them where the file is mapped
+    packed: str | None = None  # a file of experts that `pack` made of the same checkpoint, to take them from
 
     def __post_init__(self) -> None:
-        for name in ("threads", "max_context", "max_sessions", "chunk"):
+        for name in ("threads", "max_context", "max_sessions", "chunk", "expert_cache"):
             value = getattr(self, name)
-            if (type(value) is not int or value < 1) and not (name == "max_context" and value is None):
+            if (type(value) is not int or value < 1) and not (name in ("max_context", "expert_cache") and value is None):
                 raise _expected("run settings", name, "an integer >= 1", value)
         if type(self.debug) is not bool:
             raise _expected("run settings", "debug", "true or false", self.debug)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Iterator, Sequence
 
@@ -70,7 +70,8 @@ class Engine:
     ) -> Engine:
         """Load a checkpoint directory, or the embedded "nano".
 
-        settings: fields of RunConfig (backend, threads, max_context, max_sessions, chunk, debug); what is not given
+        settings: fields of RunConfig (backend, threads, max_context, max_sessions, chunk, debug, expert_cache,
+        packed); what is not given
         comes from the environment, then from the defaults. gate: fields of GateSettings, likewise.
         progress(stage, done, total) while loading.
         Under mpirun every process calls this. Rank 0 gets the engine; in the others the call serves rank 0 until its
@@ -113,6 +114,12 @@ class Engine:
         """A drafted block after the committed `token` at `position`: Draft.draft."""
         with self.crew.command("draft_block", slot, position, token):
             return self.draft.draft(self.pool, slot, position, token, choose)
+
+    @property
+    def experts(self) -> dict | None:
+        """What this rank staged since it was loaded: experts.store.Counters. None where experts are not staged."""
+        store = self.model.weights.store
+        return asdict(store.counters) if store else None
 
     def traffic(self) -> list[Traffic]:
         """What every rank has sent so far, by rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable
@@ -12,6 +13,7 @@ from . import __version__
 from .checkpoint import Checkpoint
 from .config import ModelConfig, RunConfig
 from .crew import Crew, CrewPool
+from .experts.placement import Placement, hold_draft
 from .model import Model
 from .ops import open_ops
 from .plan import MemoryPlan, check_plan, make_plan
@@ -35,6 +37,7 @@ def load_model(
     checkpoint = Checkpoint(directory)
     layout = check(checkpoint, config)
     stages = len(layout.stages)
+    experts = Placement.of(run, checkpoint, config, layout.stages, split)
     # A block and its committed token are one forward, whatever the chunk.
     headroom = max(run.chunk, 1 + config.dspark.block_size) if stages else run.chunk
     plan = _plan(
@@ -44,6 +47,7 @@ def load_model(
         headroom=headroom,
         available=psutil.virtual_memory().available // on_host,
         stages=stages,
+        **experts.planned if experts else {},
     )
     identity = checkpoint.identity
     crew.agree(
@@ -58,7 +62,10 @@ def load_model(
     tokenizer = Tokenizer.load(directory, config)
     ops = open_ops(run.backend, threads=run.threads)
     report = (lambda done, total: progress("load", done, total)) if progress else None
-    model = Model(config, load_weights(checkpoint, config, ops, report, split), ops, comm, run.debug)
+    store, make_bank = experts.open(ops, run.threads) if experts else (None, None)
+    weights = replace(load_weights(checkpoint, config, ops, report, split, make_bank), store=store)
+    hold_draft(weights)
+    model = Model(config, weights, ops, comm, run.debug)
     pool = CrewPool(
         crew, ops, config, slots=run.max_sessions, max_context=plan.max_context, headroom=headroom, stages=stages
     )

@@ -48,6 +48,8 @@ class Model:
         """All layers over the rows of `step`; keys and compressor rows go to `pool`."""
         c, ops, w = self.config, self.ops, self.weights
         wanted = step.rows.wanted
+        if w.store:
+            w.store.begin(step.rows.tokens)
         h = ops.embed(w.embed, step.tokens, c.hc_mult)
         for number, (layer, state) in enumerate(zip(w.blocks, pool.layers)):
             h = self.block(layer, h, step, state)
@@ -146,5 +148,6 @@ class Model:
         ids, weights = ops.gate(
             x, w.gate, w.bias, w.fixed, step.tokens, c.num_experts_per_tok, c.routed_scaling_factor
         )
-        y = ops.moe(x, ids, weights, w.bank, c.swiglu_limit, split.moe_slices)
+        moe = self.weights.store.moe if self.weights.store else ops.moe
+        y = moe(x, ids, weights, w.bank, c.swiglu_limit, split.moe_slices)
         return self.comm.sum_parts(y, split.experts)

@@ -109,3 +109,4 @@ class Weights:
     hc_head: HyperConnection
     head: Any
     draft: Draft | None
+    store: Any = None  # experts.store.Store, where routed experts are staged: it made the banks and computes them

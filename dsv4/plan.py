@@ -24,13 +24,20 @@ class MemoryPlan:
     available: int
     max_context: int
     max_sessions: int
+    expert_cache: int = 0  # slots of resident experts, where the backend computes
+    staging: int = 0  # buffers on the host that they come through
 
     @property
     def state(self) -> int:
         return self.windows + self.compressor_rows + self.entries + self.index_keys + self.draft
 
     def as_dict(self) -> dict:
-        return asdict(self) | {"state": self.state}
+        return asdict(self) | {"state": self.state, "needed": self.needed}
+
+    @property
+    def needed(self) -> int:
+        """All that is allocated."""
+        return self.state + self.expert_cache + self.staging
 
 
 PAGE_POSITIONS = 256  # at least
@@ -62,8 +69,13 @@ def make_plan(
     headroom: int,
     available: int,
     stages: int = 0,
+    expert_cache: int = 0,
+    staging: int = 0,
 ) -> MemoryPlan:
-    """Bytes that `max_sessions` sequences of `max_context` positions take at most, with so many draft stages."""
+    """Bytes that `max_sessions` sequences of `max_context` positions take at most, with so many draft stages.
+
+    expert_cache, staging: bytes for experts, which depend on none of these.
+    """
     windows = rows = entries = index_keys = draft = 0
     if stages:
         hidden = 4 * len(config.dspark.target_layer_ids) * config.hidden_size
@@ -80,17 +92,23 @@ def make_plan(
         entries += paged // ratio * key_bytes(config)
         index_keys += paged // ratio * index_key_bytes(config) if ratio == 4 else 0
     parts = (part * max_sessions for part in (windows, rows, entries, index_keys, draft))
-    return MemoryPlan(weights, *parts, available, max_context, max_sessions)
+    return MemoryPlan(weights, *parts, available, max_context, max_sessions, expert_cache, staging)
 
 
 def check_plan(plan: MemoryPlan, at: Callable[[int], MemoryPlan]) -> None:
-    """Raise CapacityError, saying what would fit, when the state cannot be held in the available memory.
+    """Raise CapacityError, saying what would fit, when state and experts cannot be held in the available memory.
 
     at(max_context) → the same plan for another context.
     """
-    if plan.state <= plan.available:
+    if plan.needed <= plan.available:
         return
-    fits = bisect_right(range(1, plan.max_context), plan.available, key=lambda context: at(context).state)
+    if plan.state <= plan.available:
+        raise CapacityError(
+            f"memory: expected at most {(plan.available - plan.state) / 1e9:.2f} GB for experts beside "
+            f"{plan.state / 1e9:.2f} GB of state, found a need of {(plan.needed - plan.state) / 1e9:.2f} GB "
+            "(set a smaller expert cache)"
+        )
+    fits = bisect_right(range(1, plan.max_context), plan.available, key=lambda context: at(context).needed)
     hint = f"a context of {fits} would fit" if fits else "no context fits with so many sessions of such chunks"
     raise CapacityError(
         f"memory: expected at most {plan.available / 1e9:.2f} GB for the state of {plan.max_sessions} session(s) of "

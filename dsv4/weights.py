@@ -19,6 +19,7 @@ from .parameters import Attention, Block, Compressor, Draft, HyperConnection, In
 from .split import Split
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+MakeBank = Callable[[str, tuple[Any, Any, Any], Any], Any]  # (prefix, shared expert, table of a hash layer) → bank
 
 
 class Row(NamedTuple):
@@ -117,7 +118,7 @@ _STORED = {"bf16": "BF16", "f32": "F32", "i64": "I64", "fp8": "F8_E4M3", "fp4": 
 _ROOTS = {"layers", "mtp"} | {row.name.split(".")[0] for row in TABLE if "model" in row.where}
 _EXPERT = re.compile(r"((?:layers|mtp)\.\d+\.)ffn\.experts\.(\d+)\.")
 _STAGE = re.compile(r"mtp\.(\d+)\.")
-_DEEP_LIMIT = 4 << 30  # bytes: a checkpoint below this has every value checked when it is loaded
+DEEP_LIMIT = 4 << 30  # bytes: a checkpoint below this has every value checked when it is loaded
 
 
 # ---------------------------------------------------------------------- what must be in the files
@@ -202,6 +203,19 @@ def expected(config: ModelConfig, stages: tuple[int, ...]) -> dict[str, Expected
 
 def _stage_kinds(stage: int, stages: int) -> tuple[str, ...]:
     return ("first stage",) * (stage == 0) + ("last stage",) * (stage == stages - 1)
+
+
+def banks(config: ModelConfig, stages: tuple[int, ...]) -> dict[str, int]:
+    """Routed experts of every layer and draft stage, by the prefix of their tensors' names."""
+    main = {f"layers.{i}.": config.n_routed_experts for i in range(config.num_hidden_layers)}
+    return main | {f"mtp.{s}.": experts for s, experts in enumerate(stages)}
+
+
+def expert_tensors(checkpoint: Checkpoint, prefix: str, expert: int, split: Split) -> list[tuple[str, tuple[slice, ...]]]:
+    """(name, a rank's part) of an expert's w1, w2 and w3: of each the codes, then the scales."""
+    names = [(f"{prefix}ffn.experts.{expert}.{row.name}{kind}", row)
+             for row in _rows("expert") for kind in (".weight", ".scale")]  # fmt: skip
+    return [(name, part_of(checkpoint, name, row, split)) for name, row in names]
 
 
 # ---------------------------------------------------------------------- checks
@@ -313,23 +327,27 @@ def _small(tensor: Expected) -> bool:
 
 # ---------------------------------------------------------------------- loading
 def load_weights(
-    checkpoint: Checkpoint, config: ModelConfig, ops: Ops, progress: Progress | None = None, split: Split | None = None
-) -> Weights:
+    checkpoint: Checkpoint, config: ModelConfig, ops: Ops, progress: Progress | None = None, split: Split | None = None,
+    make_bank: MakeBank | None = None,
+) -> Weights:  # fmt: skip
     """Check the checkpoint, then hand every tensor, or a rank's part of it, to the backend. Raises CheckpointError.
 
+    make_bank: who makes a layer's bank where its routed experts are not to be taken where the checkpoint is mapped.
     A checkpoint of less than 4 GB has every value checked; of a larger one the expert scales and large matrices are
     left to the deep inspection.
     """
     layout, split = check(checkpoint, config), split or Split.of(config)
-    check_values(checkpoint, layout, deep=checkpoint.total_bytes < _DEEP_LIMIT, split=split)
-    return _Loader(checkpoint, config, ops, progress, layout, split).load(layout.stages)
+    check_values(checkpoint, layout, deep=checkpoint.total_bytes < DEEP_LIMIT, split=split)
+    return _Loader(checkpoint, config, ops, progress, layout, split, make_bank).load(layout.stages)
 
 
 class _Loader:
     """Builds the dataclasses from the table; counts the bytes for the progress report."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, progress, layout: Layout, split: Split):
-        self.checkpoint, self.config, self.ops, self.progress = checkpoint, config, ops, progress
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, progress, layout: Layout, split: Split, make_bank
+    ):  # fmt: skip
+        self.checkpoint, self.config, self.ops, self.progress, self.make_bank = checkpoint, config, ops, progress, make_bank
         self.split, self.done, self.total = split, 0, held_bytes(checkpoint, layout, split)
 
     def load(self, stages: tuple[int, ...]) -> Weights:
@@ -350,8 +368,13 @@ class _Loader:
     def block(self, prefix: str, experts: int, ratio: int = 0, hashed: bool = False) -> Block:
         tree = self.tree(prefix, *_kinds(ratio, hashed))
         ffn, shared = tree["ffn"], tree["ffn"].pop("shared")
-        routed = [self.expert(f"{prefix}ffn.experts.{e}.") for e in range(experts)]
-        bank = self.ops.bank(routed, (shared["w1"], shared["w2"], shared["w3"]))
+        shared = (shared["w1"], shared["w2"], shared["w3"])
+        if self.make_bank is None:
+            bank = self.ops.bank([self.expert(f"{prefix}ffn.experts.{e}.") for e in range(experts)], shared)
+        else:
+            bank = self.make_bank(prefix, shared, ffn.get("fixed"))
+            parts = [part for _, part in expert_tensors(self.checkpoint, prefix, 0, self.split)]  # of bytes
+            self.done += experts * sum((n.stop - n.start) * (k.stop - k.start) for n, k in parts)
         return Block(
             tree["attn_norm"],
             tree["ffn_norm"],

@@ -294,7 +294,7 @@ def test_poison_stops_the_load(files, tmp_path, name):
 
 def test_values_of_a_huge_checkpoint(files, tmp_path, monkeypatch):
     """Above the limit, expert scales and large matrices wait for the deep check; everything small does not."""
-    monkeypatch.setattr("dsv4.weights._DEEP_LIMIT", 1)
+    monkeypatch.setattr("dsv4.weights.DEEP_LIMIT", 1)
     for name, at_load in {"layers.1.ffn.experts.3.w2.scale": False, "embed.weight": False,
                           "mtp.0.attn.wkv.weight": False, "layers.1.ffn.shared_experts.w2.scale": True,
                           "layers.1.attn.attn_sink": True, "layers.0.ffn.gate.tid2eid": True,

@@ -82,6 +82,12 @@ class Ops:
         """The experts of one layer from their (w1, w2, w3) matrices: routed by id, and the shared one."""
         raise NotImplementedError
 
+    def stage(self, slots: int, slot_bytes: int) -> Any:
+        """Memory for experts that are not all resident, and the copies to it: staging.HostStage says what it must do."""
+        from .staging import HostStage
+
+        return HostStage(slots, slot_bytes)
+
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A zeroed array where the backend computes."""
         raise NotImplementedError
