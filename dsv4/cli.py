@@ -13,6 +13,7 @@ import click
 
 from . import __version__
 from .bench.cli import bench
+from .cli_chat import chat
 from .cli_gate import gate
 from .cli_pack import pack
 from .cli_spec import Recorder, determinism, spec_options
@@ -23,7 +24,7 @@ from .errors import Dsv4Error
 from .parity import MARGIN
 
 HELP = {"help_option_names": ["-h", "--help"]}
-ENGINE_COMMANDS = ("bench", "determinism", "generate", "logits")  # what several ranks do together
+ENGINE_COMMANDS = ("bench", "chat", "determinism", "generate", "logits")  # what several ranks do together
 
 
 @click.group(context_settings=HELP)
@@ -50,6 +51,7 @@ def cli(ctx):
 
 
 cli.add_command(bench)
+cli.add_command(chat)
 cli.add_command(determinism)
 cli.add_command(gate)
 cli.add_command(pack)

@@ -1,0 +1,58 @@
+"""python -m dsv4 chat"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .chat import EFFORTS
+from .cli_support import Bars, engine_options, load_engine, model_option
+
+
+@click.command()
+@model_option
+@click.option("--system", default="", metavar="TEXT", help="The system text.")
+@click.option("--load", type=click.Path(path_type=Path), metavar="FILE", help="Go on from a saved conversation.")
+@click.option("--think", is_flag=True, help="Reason before answering.")
+@click.option(
+    "--effort", type=click.Choice(list(EFFORTS)), default="low", show_default=True, help="How long to reason."
+)
+@click.option("--max-tokens", type=int, metavar="N", help="Longest answer. Default: what the context holds.")
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 always takes the most likely token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Choose among the fewest tokens that reach it.")
+@click.option("--seed", type=int, help="Makes sampling repeatable.")
+@click.option(
+    "--spec", type=click.Choice(["off", "always", "gate"]), default="gate", show_default=True,
+    help="Speculation: never, always the whole block, or as much as pays. Changes speed, never the tokens.",
+)  # fmt: skip
+@engine_options
+def chat(model, system, load, think, effort, max_tokens, spec, settings, **sampling):
+    """Talk with a model in the terminal.
+
+    Reasoning is shown dimmed, and after every answer how fast it was. /help lists the commands; Ctrl-C stops an answer.
+    Where standard input is no terminal each of its lines is a message or a command: answers go to standard output,
+    all else to standard error, and the first error ends the run.
+
+    \b
+    Examples:
+      python -m dsv4 chat --temperature 0
+      python -m dsv4 chat --model DIR --think --effort high
+      printf 'Hello\\n/save talk.json\\n' | python -m dsv4 chat --seed 1
+    """
+    from .sampling import SamplingParams
+    from .terminal import Chat
+    from .terminal_screen import Screen, is_terminal, open_reader
+
+    terminal = is_terminal()
+    read = open_reader(terminal)
+    params = SamplingParams(max_tokens=1 << 30 if max_tokens is None else max_tokens, **sampling)
+    with Bars() as bars:
+        engine, _ = load_engine(model, {**settings, "max_sessions": 1}, bars)
+    with engine, Chat(engine, params, system=system, thinking=think, effort=effort, spec=spec) as talk:
+        if load is not None:
+            talk.load(load)
+        screen = Screen(talk, read, terminal)
+        if terminal:
+            screen.greet(model)
+        screen.run()
