@@ -1,0 +1,80 @@
+"""Serving: a socket, a loop in a thread of its own, and an orderly end when a signal comes."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import threading
+import time
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ..errors import ConfigError
+from .app import Service
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last passes through an mpirun, and leaves it alive
+BACKLOG = 512  # connections that wait to be taken
+SLOW_READERS = 5  # seconds that a client has to take the rest of a finished answer, at the end
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket to serve on; port 0 takes a free one. Raises ConfigError where there is none to be had."""
+    listener = None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # The protocol is named: only then does asyncio send small packets, such as a token, at once (TCP_NODELAY).
+        listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        return listener
+    except (OSError, OverflowError) as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(f"{host}:{port}: expected an address to listen on; {error}") from error
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app, http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False, server_header=False,
+        proxy_headers=False, timeout_graceful_shutdown=SLOW_READERS,
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
+def serve(service: Service, app: ASGIApp, listener: socket.socket) -> None:
+    """Serve until SIGINT, SIGTERM or SIGUSR1; then refuse what comes, let running answers end, and return.
+
+    Answers that take longer than drain_s are cut off; all of them at once, if a second signal comes. Main thread only.
+    """
+    server, heard = make_server(app), queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            server.run(sockets=[listener])
+        finally:
+            heard.put(None)
+
+    previous = {number: signal.signal(number, lambda number, frame: heard.put(number)) for number in SIGNALS}
+    try:
+        thread = threading.Thread(target=run, name="dsv4-http")
+        thread.start()
+        heard.get()
+        _drain(service, heard)
+        server.should_exit = True
+        thread.join()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _drain(service: Service, heard: queue.SimpleQueue) -> None:
+    """Wait for running answers, then cut off those that are left."""
+    service.closing = True
+    end = time.monotonic() + service.limits.drain_s
+    while service.tickets and heard.empty() and time.monotonic() < end:
+        time.sleep(0.05)
+    for ticket in list(service.tickets):
+        ticket.cancel()
