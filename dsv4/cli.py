@@ -16,6 +16,7 @@ from .bench.cli import bench
 from .cli_chat import chat
 from .cli_gate import gate
 from .cli_pack import pack
+from .cli_serve import serve
 from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import Bars, engine_options, load_engine, prompt_options, quiet_follower, read_prompt, say
 from .cli_synth import synth
@@ -24,7 +25,7 @@ from .errors import Dsv4Error
 from .parity import MARGIN
 
 HELP = {"help_option_names": ["-h", "--help"]}
-ENGINE_COMMANDS = ("bench", "chat", "determinism", "generate", "logits")  # what several ranks do together
+ENGINE_COMMANDS = ("bench", "chat", "determinism", "generate", "logits", "serve")  # what several ranks do together
 
 
 @click.group(context_settings=HELP)
@@ -55,6 +56,7 @@ cli.add_command(chat)
 cli.add_command(determinism)
 cli.add_command(gate)
 cli.add_command(pack)
+cli.add_command(serve)
 cli.add_command(synth)
 
 

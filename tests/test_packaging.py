@@ -45,6 +45,7 @@ def expected_files() -> set[str]:
     """Every Python module, CUDA file and model file of the checkout, as installed."""
     files = {f"dsv4/{p.relative_to(ROOT / 'dsv4')}" for p in (ROOT / "dsv4").rglob("*.py")}
     files |= {f"dsv4/models/nano/{p.name}" for p in (ROOT / "dsv4/models/nano").iterdir()}
+    files |= {f"dsv4/server/page/{p.name}" for p in (ROOT / "dsv4/server/page").iterdir()}
     return files | {f"dsv4/cuda/{p.name}" for p in (ROOT / "cuda").iterdir()}
 
 
