@@ -34,7 +34,7 @@ def run(engine, prompt: list[int], spec: str, n: int) -> tuple[list[int], np.nda
     """n greedy tokens and the logits [n, vocab] they were chosen from; the model's end tokens end nothing here."""
     rounds = speculator(engine, SamplingParams(temperature=0), spec)
     with engine.session() as session:
-        tokens, logits = zip(*islice(settled(session, prompt, n, rounds), n))
+        tokens, logits, _ = zip(*islice(settled(session, prompt, n, rounds), n))
     return list(tokens), np.stack(logits)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
@@ -25,22 +25,56 @@ class Drafted(NamedTuple):
     confidence: np.ndarray  # the logit of "this token will be accepted"
 
 
+class Ask(NamedTuple):
+    """A draft that is wanted: a block after the committed `token` at `position`; windows primed up to position − 1.
+
+    choose(logits [vocab], position the token is for) → token: how each drafted token is picked. None on ranks other than 0.
+    """
+
+    slot: int
+    position: int
+    token: int
+    choose: Callable[[np.ndarray, int], int] | None = None
+
+
+class Span(NamedTuple):
+    """Committed positions start .. stop−1 of a slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+
 class BlockStep(Step):
-    """The rows of one drafted block: they see the committed positions before the block, and all of the block."""
+    """The rows of drafted blocks, one after another: they see the committed positions before their block, and all of it."""
+
+    @property
+    def size(self) -> int:
+        """B, the rows of one block."""
+        return self.pool.config.dspark.block_size
 
     @cached_property
     def window_places(self):
-        """int32 [B, W]: the last W committed positions, the same for every row."""
-        seen = self.rows.positions[:1, None] + np.arange(-self.pool.window, 0, dtype=np.int32)
-        places = self.pool.window_place(self.rows.slots[:1, None], seen)
+        """int32 [T, W]: the last W committed positions, the same for every row of a block."""
+        seen = self.rows.positions[:: self.size, None] + np.arange(-self.pool.window, 0, dtype=np.int32)
+        places = self.pool.window_place(self.rows.slots[:: self.size, None], seen)
         places[seen < 0] = -1
-        return self.ops.table(np.repeat(places, len(self), 0))
+        return self.ops.table(np.repeat(places, self.size, 0))
+
+    @cached_property
+    def _where(self) -> np.ndarray:
+        first = self.rows.slots[:: self.size, None] * np.int32(self.size)
+        return first + np.arange(self.size, dtype=np.int32)
 
     @cached_property
     def block_where(self):
-        """int32 [B]: where the block's own keys go."""
-        n = len(self)
-        return self.ops.table(self.rows.slots * np.int32(n) + np.arange(n, dtype=np.int32))
+        """int32 [T]: where the blocks' own keys go."""
+        return self.ops.table(self._where.ravel())
+
+    @cached_property
+    def block_places(self):
+        """int32 [T, B]: the keys of a row's own block, all of them."""
+        return self.ops.table(np.repeat(self._where, self.size, 0))
 
 
 @dataclass(frozen=True)
@@ -52,52 +86,50 @@ class Draft(Model):
         ops, block = self.ops, step.pool.block
         kv = ops.linear(xq, w.wkv)
         ops.store_keys(kv, w.kv_norm, step.rope(0), block, step.block_where, self.config.rms_norm_eps)
-        own = np.repeat(step.block_where[None], len(step), 0)
-        return [(state.window, step.window_places), (block, own)]
+        return [(state.window, step.window_places), (block, step.block_places)]
 
-    def prime(self, pool: Pool, slot: int, start: int, stop: int) -> None:
-        """Write every stage's keys of the committed positions start .. stop−1 from their kept main hidden."""
+    def prime(self, pool: Pool, spans: Sequence[Span]) -> None:
+        """Write every stage's keys of committed positions from their kept main hidden. Each slot in one span only."""
         ops, draft, eps = self.ops, self.weights.draft, self.config.rms_norm_eps
-        step = Step(ops, pool, Rows.of(slot, start, np.zeros(stop - start, np.int32)))
+        parts = [Rows.of(slot, start, np.zeros(stop - start, np.int32), "none") for slot, start, stop in spans]
+        step = Step(ops, pool, Rows.pack(parts))
         x = ops.linear(ops.act_quant(pool.hidden[step.window_where]), draft.main_proj)
         xq = ops.act_quant(ops.rmsnorm(x, draft.main_norm, eps))
         for stage, state in zip(draft.stages, pool.stages):
             kv = ops.linear(xq, stage.attn.wkv)
             ops.store_keys(kv, stage.attn.kv_norm, step.rope(0), state.window, step.window_where, eps)
 
-    def draft(
-        self, pool: Pool, slot: int, position: int, token: int, choose: Callable[[np.ndarray, int], int]
-    ) -> Drafted | None:
-        """A block after the committed `token` at `position`; windows primed up to position − 1. On rank 0; else None.
-
-        choose(logits [vocab], position the token is for) → token: how each drafted token is picked.
-        """
+    def draft(self, pool: Pool, asks: Sequence[Ask]) -> list[Drafted] | None:
+        """The blocks that are asked for, each slot once, in one pass. On rank 0; else None."""
         c, ops, w = self.config, self.ops, self.weights
-        draft, size = w.draft, c.dspark.block_size
-        tokens = [token] + [c.dspark.noise_token_id] * (size - 1)
-        step = BlockStep(ops, pool, Rows.of(slot, position, tokens))
+        draft, noise = w.draft, [c.dspark.noise_token_id] * (c.dspark.block_size - 1)
+        step = BlockStep(ops, pool, Rows.pack([Rows.of(ask.slot, ask.position, [ask.token, *noise]) for ask in asks]))
         h = ops.embed(w.embed, step.tokens, c.hc_mult)
         for stage, state in zip(draft.stages, pool.stages):
             h = self.block(stage, h, step, state)
         y = ops.hc_head(h, draft.hc_head)
         logits = self.logits(ops.rmsnorm(y, draft.norm, c.rms_norm_eps))
-        return None if logits is None else self.chain(y, logits, token, position, choose)
+        return None if logits is None else self.chain(y, logits, asks)
 
-    def chain(self, y: Any, logits: Any, token: int, position: int, choose: Callable[[np.ndarray, int], int]) -> Drafted:
-        """The markov chain: each slot's logits and confidence depend on the token drafted before it.
+    def chain(self, y: Any, logits: Any, asks: Sequence[Ask]) -> list[Drafted]:
+        """The markov chain: each place's logits and confidence depend on the token drafted before it.
 
-        y [B, d], logits [B, vocab]: the stages' output and its head; token: the committed one, at `position`.
+        y [n · B, d], logits [n · B, vocab]: the stages' output and its head, for n blocks.
         """
-        ops, draft = self.ops, self.weights.draft
+        ops, draft, size = self.ops, self.weights.draft, self.config.dspark.block_size
+        tokens = [ask.token for ask in asks]
         ids, out, confidence = [], [], []
-        for slot in range(len(logits)):
-            previous = ops.embed(draft.markov_w1, ops.table(np.array([token], np.int32)), 1)[:, 0]
-            scores = ops.to_host(logits[slot : slot + 1] + ops.linear(previous, draft.markov_w2))[0]
-            joined = np.concatenate([y[slot : slot + 1], previous], axis=1)
-            confidence.append(float(ops.to_host(ops.linear(joined, draft.confidence))[0, 0]))
-            token = choose(scores, position + 1 + slot)
-            if not 0 <= token < len(scores):
-                raise InputError(f"choose: expected a token id within 0..{len(scores) - 1}, found {token}")
-            ids.append(token)
+        for place in range(size):
+            rows = np.arange(place, size * len(asks), size)
+            previous = ops.embed(draft.markov_w1, ops.table(np.array(tokens, np.int32)), 1)[:, 0]
+            scores = ops.to_host(logits[rows] + ops.linear(previous, draft.markov_w2))
+            joined = np.concatenate([y[rows], previous], axis=1)
+            confidence.append(ops.to_host(ops.linear(joined, draft.confidence))[:, 0])
+            tokens = [ask.choose(row, ask.position + 1 + place) for ask, row in zip(asks, scores)]
+            for token in tokens:
+                if not 0 <= token < scores.shape[1]:
+                    raise InputError(f"choose: expected a token id within 0..{scores.shape[1] - 1}, found {token}")
+            ids.append(tokens)
             out.append(scores)
-        return Drafted(np.array(ids, np.int32), np.stack(out), np.array(confidence, np.float32))
+        drafted = zip(np.array(ids, np.int32).T, np.stack(out, 1), np.stack(confidence, 1).astype(np.float32))
+        return [Drafted(*block) for block in drafted]

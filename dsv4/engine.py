@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Callable, Iterator, Sequence
 from .comm import Communicator, Single, Traffic, open_communicator
 from .config import ModelConfig, RunConfig, World
 from .crew import GRACE, Crew
-from .dspark import Draft, Drafted
+from .dspark import Ask, Draft, Drafted, Span
 from .gate import Costs, GateSettings, MeasuredCosts
 from .loading import load_model
 from .model import Model, Output
 from .plan import MemoryPlan
 from .rows import Rows
 from .session import Session
-from .speculate import Choose
 from .state import Pool
 from .step import Step
 
@@ -105,15 +104,15 @@ class Engine:
         with self.crew.command("forward", rows):
             return self.model.forward(Step(self.model.ops, self.pool, rows), self.pool)
 
-    def prime(self, slot: int, start: int, stop: int) -> None:
-        """Bring the draft's windows of a slot up to date: the committed positions start .. stop−1."""
-        with self.crew.command("prime", slot, start, stop):
-            self.draft.prime(self.pool, slot, start, stop)
+    def prime(self, spans: Sequence[Span]) -> None:
+        """Bring the draft's windows of some slots up to date: Draft.prime."""
+        with self.crew.command("prime", spans):
+            self.draft.prime(self.pool, spans)
 
-    def draft_block(self, slot: int, position: int, token: int, choose: Choose | None = None) -> Drafted | None:
-        """A drafted block after the committed `token` at `position`: Draft.draft."""
-        with self.crew.command("draft_block", slot, position, token):
-            return self.draft.draft(self.pool, slot, position, token, choose)
+    def draft_blocks(self, asks: Sequence[Ask]) -> list[Drafted] | None:
+        """Drafted blocks, of one slot or several: Draft.draft."""
+        with self.crew.command("draft_blocks", [ask._replace(choose=None) for ask in asks]):
+            return self.draft.draft(self.pool, asks)
 
     @property
     def experts(self) -> dict | None:

@@ -8,18 +8,29 @@ text of a completion    a prefix of the decoded tokens: without the end token or
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .errors import InputError
-from .gate import DEFAULT, make_rule
+from .gate import DEFAULT, Costs, make_rule
 from .sampling import SamplingParams, sample, token_logprobs
 from .session import check_tokens
-from .speculate import Speculator
+from .speculate import Round, Speculator, granting
+
+
+class RoundRecord(NamedTuple):
+    """What a round of speculation drafted and kept: for whoever wants to show it."""
+
+    number: int  # 1, 2, ..
+    drafted: tuple[int, ...]  # the whole block; empty: nothing was drafted
+    confidence: tuple[float, ...]  # a logit per drafted token
+    verified: int  # drafted tokens that were verified
+    accepted: int
 
 
 @dataclass(frozen=True)
@@ -30,12 +41,16 @@ class Step:
     text: str  # what became certain and printable with this token; may be empty. Always empty without a tokenizer
     logprob: float | None = None  # natural logarithm of the model's probability; None unless asked for
     top_logprobs: tuple[tuple[int, float], ...] | None = None  # (token, logprob), best first
-    finish_reason: str | None = None  # on the last step: "stop" or "length"
+    round: RoundRecord | None = None  # the round it came from; None for the first, which is the prompt's
+    finish_reason: str | None = None  # on the last step: "stop" or "length"; so are the following
+    usage: dict[str, int] | None = None  # prompt_tokens, completion_tokens
+    timings: dict[str, float] | None = None  # seconds prefill_s, decode_s; tokens per second prefill_tps, decode_tps
+    speculation: dict | None = None  # mode, and what was drafted: speculate.Counters
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished answer. timings: seconds prefill_s, decode_s; tokens per second prefill_tps, decode_tps."""
+    """A finished answer; its numbers are those of the last step."""
 
     text: str
     tokens: list[int]
@@ -44,7 +59,7 @@ class Completion:
     completion_tokens: int
     logprobs: list[dict] | None  # per token {token, logprob, top: [{token, logprob}]}
     timings: dict[str, float]
-    speculation: dict  # mode, and what was drafted: speculate.Counters
+    speculation: dict
 
 
 class StopMatcher:
@@ -94,8 +109,10 @@ def prompt_tokens(engine, prompt: str | Sequence[int]) -> list[int]:
     return tokens
 
 
-def _check(engine, tokens: list[int], params: SamplingParams) -> None:
-    """InputError where the request cannot be served by this engine."""
+def checked(engine, prompt: str | Sequence[int], params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
+    """A request as tokens and parameters with a seed. Raises InputError where this engine cannot serve it."""
+    tokens = prompt_tokens(engine, prompt)
+    params = (params or SamplingParams()).seeded()
     if len(tokens) >= engine.max_context:
         raise InputError(
             f"prompt: expected at most {engine.max_context - 1} tokens (a context of {engine.max_context}, one of them "
@@ -107,16 +124,19 @@ def _check(engine, tokens: list[int], params: SamplingParams) -> None:
     for token in params.stop_ids:
         if token >= vocab:
             raise InputError(f"stop_ids: expected token ids 0 to {vocab - 1}; found {token}")
+    return tokens, params
 
 
-def speculator(engine, params: SamplingParams, spec: str = "gate", on_round: Callable | None = None) -> Speculator:
+def speculator(
+    engine, params: SamplingParams, spec: str = "gate", on_round: Callable | None = None, costs: Costs | None = None
+) -> Speculator:
     """The rounds of one request. spec: off, always, gate (the default rule, or always where the settings say so), or
-    the name of a rule. A checkpoint without a draft decodes plainly."""
+    the name of a rule. A checkpoint without a draft decodes plainly. costs: by default those the engine measures."""
     gate = None
     if spec != "off":
         rule = {"gate": DEFAULT if engine.gate.on else "always"}.get(spec, spec)
         block = engine.config.dspark.block_size if engine.draft is not None else 1
-        gate = make_rule(rule, block, engine.gate, costs=engine.costs)
+        gate = make_rule(rule, block, engine.gate, costs=costs or engine.costs)
     if engine.draft is None:
         gate = None
     return Speculator(gate, lambda logits, position: sample(logits, params, position), on_round=on_round)
@@ -135,51 +155,155 @@ def stream(
     completion fill the context). progress(stage, done, total): tokens of the prompt consumed. The session lives
     until the iterator is exhausted or closed. See the module's text for how text and tokens correspond.
     """
-    tokens = prompt_tokens(engine, prompt)
-    params = (params or SamplingParams()).seeded()
-    _check(engine, tokens, params)
-    return _steps(engine, tokens, params, progress, speculator(engine, params, spec))
+    tokens, params = checked(engine, prompt, params)
+    return _steps(engine, tokens, params, progress, speculator(engine, params, spec), spec)
 
 
-def settled(
-    session, prompt: list[int], limit: int, rounds: Speculator, progress: Callable | None = None
-) -> Iterator[tuple[int, np.ndarray]]:
-    """`limit` tokens, each with the logits [vocab] it was chosen from. One round settles several at once.
+# ---------------------------------------------------------------------- what a sequence wants and settles
+class WantsPrompt(NamedTuple):
+    """These tokens of a prompt, in as many forwards as it takes. Answer: the logits [vocab] after the last one."""
 
-    Closed early, it takes back what the round settled beyond the last token that was seen.
+    tokens: list[int]
+
+
+class Settles(NamedTuple):
+    """Tokens that are certain, each with the logits it was chosen from. Answer: (how many are kept, is more wanted?)."""
+
+    tokens: list[int]
+    logits: Sequence[np.ndarray]
+    round: Round | None
+
+
+class Settled(NamedTuple):
+    """A token, the logits [vocab] it was chosen from, and the round it came from."""
+
+    token: int
+    logits: np.ndarray
+    round: Round | None
+
+
+def settling(session, prompt: list[int], limit: int, rounds: Speculator) -> Generator[Any, Any, None]:
+    """The plan of a generation: `limit` tokens after a prompt of which the session may have consumed a part.
+
+    Where fewer are kept than were settled, the session and the counters end as if the others had never been.
     """
-    logits = session.prefill(prompt, partial(progress, "prefill") if progress else None)
+    left = prompt[session.position :]
+    logits = (yield WantsPrompt(left)) if left else session.logits
     token = rounds.choose(logits, session.position)
-    yield token, logits
     count = 1
-    while count < limit:
-        found = rounds.step(session, token, logits, limit - count)
-        for kept, pair in enumerate(zip(found.tokens, found.logits), 1):
-            try:
-                yield pair
-            except GeneratorExit:
-                rounds.drop(session, found, kept)
-                raise
+    _, more = yield Settles([token], [logits], None)
+    while more and count < limit:
+        found = yield from rounds.round(session, token, logits, limit - count)
+        kept, more = yield Settles(found.tokens, found.logits, found)
+        if kept < len(found.tokens):
+            rounds.drop(session, found, kept)
         token, logits = found.tokens[-1], found.logits[-1]
         count += len(found.tokens)
 
 
-def _steps(engine, prompt: list[int], params: SamplingParams, progress, rounds: Speculator) -> Iterator[Step]:
-    limit = min(params.max_tokens, engine.max_context - len(prompt))
-    ends = set(params.stop_ids) | (set() if params.ignore_eos else set(engine.config.eos_token_ids))
-    detokenizer = engine.tokenizer.stream() if engine.tokenizer else None
-    matcher = StopMatcher(params.stop)
-    with engine.session() as session, closing(settled(session, prompt, limit, rounds, progress)) as pairs:
-        for count, (token, logits) in enumerate(pairs, 1):
-            ended = token in ends
-            text = matcher.push(detokenizer.push(token)) if detokenizer and not ended else ""
-            reason = "stop" if ended or matcher.found else "length" if count == limit else None
-            if reason and detokenizer:
-                text += matcher.push(detokenizer.finish()) + matcher.finish()
-            scores = (None, None) if params.logprobs is None else token_logprobs(logits, token, params.logprobs)
-            yield Step(token, text, *scores, reason)
-            if reason:
+def settled(
+    session, prompt: list[int], limit: int, rounds: Speculator, progress: Callable | None = None
+) -> Iterator[Settled]:
+    """`limit` tokens of a session by itself. One round settles several at once.
+
+    Closed early, it takes back what the round settled beyond the last token that was seen.
+    """
+    plan = granting(session, settling(session, prompt, limit, rounds))
+    answer = None
+    while True:
+        try:
+            wish = plan.send(answer)
+        except StopIteration:
+            return
+        if isinstance(wish, WantsPrompt):
+            answer = session.prefill(wish.tokens, partial(progress, "prefill") if progress else None)
+            continue
+        for kept, (token, logits) in enumerate(zip(wish.tokens, wish.logits), 1):
+            try:
+                yield Settled(token, logits, wish.round)
+            except GeneratorExit:
+                with suppress(StopIteration):
+                    plan.send((kept, False))
+                raise
+        answer = len(wish.tokens), True
+
+
+class Answer:
+    """One request's side of a generation: from tokens to steps, with text, stops, limits and, at the end, the numbers.
+
+    It times from here on: prefill_s runs to the first token, decode_s from there to the last; decode_tps counts the
+    tokens after the first.
+    """
+
+    def __init__(self, engine, prompt: list[int], params: SamplingParams, rounds: Speculator, spec: str):
+        self.limit = min(params.max_tokens, engine.max_context - len(prompt))
+        self._prompt, self._params, self._rounds, self._spec = len(prompt), params, rounds, spec
+        self._ends = set(params.stop_ids) | (set() if params.ignore_eos else set(engine.config.eos_token_ids))
+        self._detokenizer = engine.tokenizer.stream() if engine.tokenizer else None
+        self._matcher = StopMatcher(params.stop)
+        self._round: tuple[Round | None, RoundRecord | None] = None, None  # the last one seen, and as a record
+        self._number = self.count = 0
+        self._start = self._first = self._last = time.perf_counter()
+
+    def push(self, token: int, logits: np.ndarray, found: Round | None) -> Step:
+        """The next token as a step; its finish_reason says whether it is the last, which then gets the numbers."""
+        self.count += 1
+        self._last = time.perf_counter()
+        if self.count == 1:
+            self._first = self._last
+        ended = token in self._ends
+        text = self._matcher.push(self._detokenizer.push(token)) if self._detokenizer and not ended else ""
+        reason = "stop" if ended or self._matcher.found else "length" if self.count == self.limit else None
+        if reason and self._detokenizer:
+            text += self._matcher.push(self._detokenizer.finish()) + self._matcher.finish()
+        n = self._params.logprobs
+        scores = (None, None) if n is None else token_logprobs(logits, token, n)
+        return Step(token, text, *scores, self._record(found), reason)
+
+    def _record(self, found: Round | None) -> RoundRecord | None:
+        if found is not None and found is not self._round[0]:
+            self._number += 1
+            ids, confidence = (found.draft.ids, found.draft.confidence) if found.draft else (np.zeros(0), np.zeros(0))
+            drafted = tuple(ids.tolist()), tuple(confidence.tolist())
+            self._round = found, RoundRecord(self._number, *drafted, found.length, found.accepted)
+        return self._round[1] if found is not None else None
+
+    def numbers(self) -> dict[str, dict]:
+        """usage, timings and speculation so far; of a last step once its tokens are kept and the others dropped."""
+        return {
+            "usage": {"prompt_tokens": self._prompt, "completion_tokens": self.count},
+            "timings": timings(self._prompt, self.count, self._first - self._start, self._last - self._first),
+            "speculation": {
+                "mode": self._spec if self._rounds.gate is not None else "off", **self._rounds.counters.as_dict()
+            },
+        }  # fmt: skip
+
+
+def completion(steps: Sequence[Step], finish_reason: str, numbers: dict[str, dict]) -> Completion:
+    """Steps as an answer."""
+    scored = bool(steps) and steps[0].logprob is not None
+    return Completion(
+        text="".join(step.text for step in steps),
+        tokens=[step.token for step in steps],
+        finish_reason=finish_reason,
+        prompt_tokens=numbers["usage"]["prompt_tokens"],
+        completion_tokens=len(steps),
+        logprobs=[_scores(step) for step in steps] if scored else None,
+        timings=numbers["timings"],
+        speculation=numbers["speculation"],
+    )
+
+
+def _steps(engine, prompt: list[int], params: SamplingParams, progress, rounds: Speculator, spec: str) -> Iterator[Step]:
+    answer = Answer(engine, prompt, params, rounds, spec)
+    with engine.session() as session, closing(settled(session, prompt, answer.limit, rounds, progress)) as pairs:
+        for token, logits, found in pairs:
+            step = answer.push(token, logits, found)
+            if step.finish_reason:
+                pairs.close()
+                yield replace(step, **answer.numbers())
                 return
+            yield step
 
 
 def complete(
@@ -191,33 +315,19 @@ def complete(
     spec: str = "gate",
     on_round=None,
 ) -> Completion:
-    """The whole answer at once; on_step(step) and on_round(round) see every step and round as they come.
-
-    prefill_s runs to the first token, decode_s from there to the last; decode_tps counts the tokens after the first.
-    """
-    tokens = prompt_tokens(engine, prompt)
-    params = (params or SamplingParams()).seeded()
-    _check(engine, tokens, params)
-    rounds = speculator(engine, params, spec, on_round)
-    steps, first = [], None
-    start = time.perf_counter()
-    with closing(_steps(engine, tokens, params, progress, rounds)) as running:
+    """The whole answer at once; on_step(step) and on_round(round) see every step and round as they come."""
+    tokens, params = checked(engine, prompt, params)
+    steps = []
+    with closing(_steps(engine, tokens, params, progress, speculator(engine, params, spec, on_round), spec)) as running:
         for step in running:
-            first = first or time.perf_counter()
             steps.append(step)
             if on_step:
                 on_step(step)
-    end = time.perf_counter()
-    return Completion(
-        text="".join(step.text for step in steps),
-        tokens=[step.token for step in steps],
-        finish_reason=steps[-1].finish_reason,
-        prompt_tokens=len(tokens),
-        completion_tokens=len(steps),
-        logprobs=None if steps[0].logprob is None else [_scores(step) for step in steps],
-        timings=timings(len(tokens), len(steps), first - start, end - first),
-        speculation={"mode": spec if rounds.gate is not None else "off", **rounds.counters.as_dict()},
-    )
+    last = steps[-1]
+    return completion(steps, last.finish_reason, {name: getattr(last, name) for name in NUMBERS})
+
+
+NUMBERS = ("usage", "timings", "speculation")
 
 
 def timings(prompt: int, completion: int, prefill_s: float, decode_s: float) -> dict[str, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Callable, Sequence
+from weakref import finalize
 
 import numpy as np
 
+from .dspark import Ask, Span
 from .errors import CapacityError, ConfigError, InputError, StateError
 from .model import Output
 from .rows import Rows
@@ -23,6 +25,8 @@ class Session:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.slot: int | None = engine.pool.take_slot()
+        self._dropped = finalize(self, engine.pool.abandon, self.slot)  # without close(): the slot is given back all the same
+        self._dropped.atexit = False
         self.tokens: list[int] = []
         self._oldest = 0  # the earliest position, 0 apart, that rewind can still reach
         self._primed = (0, 0)  # the draft's windows hold the positions from the first to before the second
@@ -64,14 +68,7 @@ class Session:
 
     def forward(self, tokens: Sequence[int] | np.ndarray, wanted="last") -> Output:
         """Run the next tokens through the model: logits [n, vocab] and main hidden of the n wanted rows."""
-        rows = self.rows(tokens, wanted)
-        # Before the forward: one that is cut short may have written over what a deeper rewind would need.
-        self._oldest = max(self._oldest, self.position + len(rows) - self.engine.pool.headroom)
-        self.engine.pool.reserve(self.slot, self.position + len(rows))
-        output = self.engine.forward(rows)
-        last = rows.wanted.size and rows.wanted[-1] == len(rows) - 1
-        self.advance(rows, output.logits[-1] if last else None)
-        return output
+        return forward_all([(self, tokens, wanted)])[0]
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
         """Run a prompt in chunks → logits [vocab] after its last token. progress(done, total) after every chunk."""
@@ -115,14 +112,20 @@ class Session:
     # ------------------------------------------------------------------ speculation
     def prime(self) -> None:
         """Bring the draft's windows up to date with the last positions consumed. Nothing to do without a draft."""
-        engine = self._open()
+        prime_all([self])
+
+    def unprimed(self) -> Span:
+        """The last positions consumed that the draft's windows do not hold."""
         first, primed = self._primed
-        start = max(0, self.position - engine.pool.window)
+        start = max(0, self.position - self._open().pool.window)
         if start >= first:  # else a rewind uncovered positions that were never primed
             start = max(start, primed)
-        if engine.draft is not None and start < self.position:
-            engine.prime(self.slot, start, self.position)
-        self._primed = min(first, start) if start <= primed else start, self.position
+        return Span(self.slot, start, self.position)
+
+    def primed(self, span: Span) -> None:
+        """Count what unprimed() said as held."""
+        first, primed = self._primed
+        self._primed = min(first, span.start) if span.start <= primed else span.start, span.stop
 
     def draft(self, token: int | None = None, choose: Choose = greedy) -> Drafted:
         """Draft a block after `token`, which is committed but not yet consumed. The session stays as it is.
@@ -137,8 +140,7 @@ class Session:
             raise StateError("draft: expected at least one token consumed, found none")
         token = choose(self._last(), self.position) if token is None else token
         check_tokens([token], engine.config.vocab_size)
-        self.prime()
-        return engine.draft_block(self.slot, self.position, token, choose)
+        return draft_all([(self, token, choose)])[0]
 
     def _last(self) -> np.ndarray:
         if self.logits is None:
@@ -203,6 +205,7 @@ class Session:
     def close(self) -> None:
         """Give the slot back. Closing twice is fine."""
         if self.slot is not None:
+            self._dropped.detach()
             self.engine.pool.free_slot(self.slot)
             self.slot = None
 
@@ -211,6 +214,44 @@ class Session:
 
     def __exit__(self, *exc) -> None:
         self.close()
+
+
+# ---------------------------------------------------------------------- several sessions of one engine at once
+def forward_all(parts: Sequence[tuple[Session, Sequence[int] | np.ndarray, object]]) -> list[Output]:
+    """One forward over the next tokens of some sessions: (session, tokens, wanted) → its Output. What one row says does
+    not depend on the others. Raises what Session.rows does, before anything has run."""
+    rows = [session.rows(tokens, wanted) for session, tokens, wanted in parts]
+    for (session, _, _), own in zip(parts, rows):
+        pool = session.engine.pool
+        # Before the forward: one that is cut short may have written over what a deeper rewind would need.
+        session._oldest = max(session._oldest, session.position + len(own) - pool.headroom)
+        pool.reserve(session.slot, session.position + len(own))
+    output = parts[0][0].engine.forward(Rows.pack(rows))
+    found, at = [], 0
+    for (session, _, _), own in zip(parts, rows):
+        n = own.wanted.size
+        hidden = None if output.main_hidden is None else output.main_hidden[at : at + n]
+        found.append(Output(output.logits[at : at + n], hidden))
+        session.advance(own, found[-1].logits[-1] if n and own.wanted[-1] == len(own) - 1 else None)
+        at += n
+    return found
+
+
+def prime_all(sessions: Sequence[Session]) -> None:
+    """Session.prime of some sessions in one pass."""
+    spans = [session.unprimed() for session in sessions]
+    missing = [span for span in spans if span.start < span.stop]
+    if missing and sessions[0].engine.draft is not None:
+        sessions[0].engine.prime(missing)
+    for session, span in zip(sessions, spans):
+        session.primed(span)
+
+
+def draft_all(parts: Sequence[tuple[Session, int, Choose]]) -> list[Drafted]:
+    """Session.draft of some sessions in one pass: (session, token, choose) → its block."""
+    prime_all([session for session, _, _ in parts])
+    asks = [Ask(session.slot, session.position, token, choose) for session, token, choose in parts]
+    return parts[0][0].engine.draft_blocks(asks)
 
 
 def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:

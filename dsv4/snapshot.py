@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from typing import Any, Callable
 
 import numpy as np
 
@@ -48,23 +49,34 @@ class Snapshot:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Snapshot:
         """Read a file that save() wrote. Raises StateError for any other, and for a damaged one."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="numpy") as file:
-                meta = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}
-        except OSError as error:
-            raise StateError(f"snapshot {path}: expected a readable file; {error}") from error
-        except (SafetensorError, TypeError) as error:  # TypeError: a type that no snapshot has
-            raise StateError(f"snapshot {path}: expected a whole snapshot file, found a damaged one ({error})") from error
-        if meta.get("format") != FORMAT:
-            raise StateError(f"snapshot {path}: expected a file of format {FORMAT}, found {meta.get('format')!r}")
-        if meta.get("version") != VERSION:
-            raise StateError(f"snapshot {path}: expected format version {VERSION}, found {meta.get('version')!r}")
-        if "tokens" not in arrays:
-            raise StateError(f"snapshot {path}: expected a tensor called tokens, found none")
+        meta, arrays = _read(path, lambda file: {name: file.get_tensor(name) for name in file.keys()})
         snapshot = cls(meta.get("identity", ""), arrays.pop("tokens"), arrays)
         if snapshot.checksum() != meta.get("checksum"):
             raise StateError(f"snapshot {path}: expected checksum {meta.get('checksum')}, found damaged content")
         return snapshot
+
+    @staticmethod
+    def tokens_of(path: str | os.PathLike, identity: str) -> np.ndarray | None:
+        """The tokens of a file that save() wrote, without reading the rest; None where it is of another checkpoint."""
+        meta, arrays = _read(path, lambda file: {"tokens": file.get_tensor("tokens")} if "tokens" in file.keys() else {})
+        return arrays["tokens"] if meta.get("identity") == identity else None
+
+
+def _read(path: str | os.PathLike, get: Callable[[Any], dict]) -> tuple[dict, dict[str, np.ndarray]]:
+    """(metadata, what get(file) takes, the tokens among it) of a snapshot file. Raises StateError for any other."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            meta, arrays = file.metadata() or {}, get(file)
+    except OSError as error:
+        raise StateError(f"snapshot {path}: expected a readable file; {error}") from error
+    except (SafetensorError, TypeError) as error:  # TypeError: a type that no snapshot has
+        raise StateError(f"snapshot {path}: expected a whole snapshot file, found a damaged one ({error})") from error
+    if meta.get("format") != FORMAT:
+        raise StateError(f"snapshot {path}: expected a file of format {FORMAT}, found {meta.get('format')!r}")
+    if meta.get("version") != VERSION:
+        raise StateError(f"snapshot {path}: expected format version {VERSION}, found {meta.get('version')!r}")
+    if "tokens" not in arrays:
+        raise StateError(f"snapshot {path}: expected a tensor called tokens, found none")
+    return meta, arrays

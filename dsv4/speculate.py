@@ -3,13 +3,16 @@
 A token is chosen from its row's logits by choose(logits, position), which knows nothing of the draft. A drafted token is
 accepted when it is the token that would have been chosen anyway, so the output cannot change, greedy or sampled:
 drafting decides how many rows a forward has, and a row's bits do not depend on that.
+
+What a sequence wants next is said by a plan, a generator that yields wishes and is sent the answers. drive() grants the
+wishes of one plan by themselves; the scheduler grants those of many sequences in one draft and one forward.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Callable, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Generator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -31,6 +34,47 @@ def greedy(logits: np.ndarray, position: int) -> int:
     return int(logits.argmax())
 
 
+class WantsDraft(NamedTuple):
+    """A block after the committed `token`. Answer: Drafted."""
+
+    token: int
+    choose: Choose
+
+
+class WantsRows(NamedTuple):
+    """These tokens in one forward. Answer: the logits of every one, float32 [len(tokens), vocab]."""
+
+    tokens: list[int]
+
+
+def granting(session: Session, plan: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """A plan whose wishes for drafts and rows the session grants by itself; the others are left to the caller."""
+    answer, error = None, None
+    while True:
+        try:
+            wish = plan.throw(error) if error else plan.send(answer)
+        except StopIteration as end:
+            return end.value
+        answer, error = None, None
+        try:
+            if isinstance(wish, WantsDraft):
+                answer = session.draft(*wish)
+            elif isinstance(wish, WantsRows):
+                answer = session.forward(wish.tokens, "all").logits
+            else:
+                answer = yield wish
+        except BaseException as found:
+            error = found
+
+
+def drive(session: Session, plan: Generator[Any, Any, Any]) -> Any:
+    """What a plan that wants drafts and rows alone returns."""
+    try:
+        next(granting(session, plan))
+    except StopIteration as end:
+        return end.value
+
+
 class Verified(NamedTuple):
     """What plain decoding says after a committed token: the accepted drafts and one token more."""
 
@@ -45,15 +89,20 @@ def verify(session: Session, tokens: Sequence[int], mode: str = "batched", choos
     The session has then consumed tokens[0] and the accepted drafts, and nothing else. batched: one forward over all
     rows; sequential: row by row, to the first mismatch. The same tokens, logits and state, bit for bit.
     """
+    return drive(session, verifying(session, tokens, mode, choose))
+
+
+def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose) -> Generator[Any, Any, Verified]:
+    """The plan of verify()."""
     if mode not in MODES:
         raise InputError(f"verify mode: expected one of {', '.join(MODES)}; found {mode!r}")
     session.rows(tokens, "all")  # all of them can run, in either mode
     start = session.position
     settled, rows = [], []
     try:
-        batch = session.forward(tokens, "all").logits if mode == "batched" else None
+        batch = (yield WantsRows(tokens)) if mode == "batched" else None
         for i, token in enumerate(tokens):
-            rows.append(batch[i] if batch is not None else session.decode(token))
+            rows.append(batch[i] if batch is not None else (yield WantsRows([token]))[0])
             settled.append(choose(rows[-1], start + i + 1))
             if settled[-1] not in tokens[i + 1 : i + 2]:
                 break
@@ -117,22 +166,27 @@ class Speculator:
 
     def step(self, session: Session, token: int, logits: np.ndarray, room: int = 1 << 30) -> Round:
         """Settle 1 .. room tokens after the committed `token`, which was chosen from `logits` and not yet consumed."""
+        return drive(session, self.round(session, token, logits, room))
+
+    def round(self, session: Session, token: int, logits: np.ndarray, room: int) -> Generator[Any, Any, Round]:
+        """The plan of step()."""
         room = min(room, session.engine.max_context - session.position)
         found = Round(margin=margin(logits))
         if self.gate is not None and room > 1:
-            self._draft(session, token, found)
+            yield from self._draft(token, found)
         length = found.length = min(found.length, room - 1)
         drafted = found.draft.ids[:length].tolist() if length else []
         start = time.perf_counter()
-        found.tokens, found.logits, found.accepted = verify(session, [token, *drafted], self.mode, self.choose)
+        verified = yield from verifying(session, [token, *drafted], self.mode, self.choose)
+        found.tokens, found.logits, found.accepted = verified
         found.verify_s = time.perf_counter() - start
         self._learn(found)
         return found
 
-    def _draft(self, session: Session, token: int, found: Round) -> None:
+    def _draft(self, token: int, found: Round) -> Generator[Any, Any, None]:
         if self.gate.before_draft(found.margin):
             start = time.perf_counter()
-            found.draft = session.draft(token, self.choose)
+            found.draft = yield WantsDraft(token, self.choose)
             found.length = self.gate.choose(found.draft.confidence.tolist())
             found.draft_s = time.perf_counter() - start
         else:

@@ -6,6 +6,7 @@ visible by their position alone, so undoing a step means setting a length: nothi
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any, Iterator, NamedTuple
@@ -56,6 +57,7 @@ class Pool:
         self._held = [0] * slots  # pages a slot holds
         self._free_pages = list(range(slots * pages_per_slot - 1, -1, -1))
         self._free_slots = list(range(slots - 1, -1, -1))
+        self._abandoned: deque[int] = deque()  # slots of sessions that were dropped, in whatever thread
         self.layers = [self._layer(ratio) for ratio in config.compress_ratios]
         self.stages = [self._layer(0) for _ in range(stages)]
         if stages:
@@ -104,12 +106,23 @@ class Pool:
     # ------------------------------------------------------------------ slots and pages
     def take_slot(self) -> int:
         """A free slot. Raises CapacityError when all are in use."""
+        while self._abandoned:
+            self.free_slot(self._abandoned.popleft())
         if not self._free_slots:
             raise CapacityError(
                 f"sessions: expected at most {self.slots} open at once, all are in use; "
                 "close one or load with a larger max_sessions"
             )
         return self._free_slots.pop()
+
+    @property
+    def free_slots(self) -> int:
+        """How many can be taken."""
+        return len(self._free_slots) + len(self._abandoned)
+
+    def abandon(self, slot: int) -> None:
+        """Have a slot given back when the next one is taken. From any thread, at any time."""
+        self._abandoned.append(slot)
 
     def free_slot(self, slot: int) -> None:
         """Give back a slot and its pages."""

@@ -10,7 +10,7 @@ from ops_cases import NoQuantOps
 from safetensors.numpy import load_file
 from test_golden_e2e import CHECKPOINTS, golden, open_model, open_pool
 
-from dsv4.dspark import BlockStep, Draft
+from dsv4.dspark import Ask, BlockStep, Draft, Span
 from dsv4.ops import open_ops
 from dsv4.rows import Rows
 from dsv4.step import Step
@@ -35,9 +35,9 @@ def run_drafts(model, draft, case):
         if p >= consumed:
             model.forward(Step(model.ops, pool, Rows.of(0, p, [tokens[p - length]])), pool)
             consumed = p + 1
-        draft.prime(pool, 0, max(primed, p + 1 - pool.window), p + 1)
+        draft.prime(pool, [Span(0, max(primed, p + 1 - pool.window), p + 1)])
         primed = p + 1
-        out.append(draft.draft(pool, 0, p + 1, int(tokens[p - length + 1]), greedy))
+        out += draft.draft(pool, [Ask(0, p + 1, int(tokens[p - length + 1]), greedy)])
     return out
 
 
@@ -92,7 +92,7 @@ def each_step(draft, trace, run):
     out = []
     for i in range(steps):
         p = n + i
-        draft.prime(pool, 0, 0, p + 1)
+        draft.prime(pool, [Span(0, 0, p + 1)])
         tokens = [trace["tokens"][p + 1]] + [draft.config.dspark.noise_token_id] * (block - 1)
         out.append(run(BlockStep(draft.ops, pool, Rows.of(0, p + 1, tokens)), slice(i * block, (i + 1) * block), pool))
     return np.concatenate(out)
@@ -139,7 +139,7 @@ def test_heads_and_markov_chain(stages):
         h = trace["mtp.2.block_out"][i * block : (i + 1) * block]
         y = ops.hc_head(h, w.hc_head)
         base = ops.linear(ops.rmsnorm(y, w.norm, draft.config.rms_norm_eps), draft.weights.head)
-        found = draft.chain(y, base, int(trace["tokens"][n + i + 1]), n + i + 1, greedy)
+        (found,) = draft.chain(y, base, [Ask(0, n + i + 1, int(trace["tokens"][n + i + 1]), greedy)])
         assert np.array_equal(found.ids, ids[1:])
         assert rel_l2(found.logits, logits) <= 1e-5 and rel_l2(found.confidence, confidence) <= 1e-5
 
@@ -166,25 +166,25 @@ class Causal(Draft):
 class NoMarkov(Draft):
     """Every slot's markov bias from token 0."""
 
-    def chain(self, y, logits, token, position, choose):
-        return super().chain(y, logits, 0, position, lambda scores, at: 0)
+    def chain(self, y, logits, asks):
+        return super().chain(y, logits, [ask._replace(token=0, choose=lambda scores, at: 0) for ask in asks])
 
 
 class NormedMain(Draft):
     """x_main normed as a layer's input before it makes the stages' keys."""
 
-    def prime(self, pool, slot, start, stop):
+    def prime(self, pool, spans):
         draft = self.weights.draft
         twice = dataclasses.replace(draft, main_norm=draft.main_norm * draft.stages[0].attn_norm)
         weights = dataclasses.replace(self.weights, draft=twice)
-        Draft(self.config, weights, self.ops, self.comm).prime(pool, slot, start, stop)
+        Draft(self.config, weights, self.ops, self.comm).prime(pool, spans)
 
 
 class LateNoise(Draft):
     """The committed token drafted one position late."""
 
-    def draft(self, pool, slot, position, token, choose):
-        return super().draft(pool, slot, position + 1, token, choose)
+    def draft(self, pool, asks):
+        return super().draft(pool, [ask._replace(position=ask.position + 1) for ask in asks])
 
 
 @pytest.mark.parametrize("wrong", [Causal, NoMarkov, NormedMain, LateNoise])

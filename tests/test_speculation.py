@@ -8,6 +8,7 @@ from compare import same_bits, same_state, state_of
 from variants import Files, drop_draft
 
 from dsv4 import Engine
+from dsv4.dspark import Ask, Span
 from dsv4.errors import CapacityError, ConfigError, InputError, StateError
 from dsv4.gate import make_rule
 from dsv4.speculate import Speculator, greedy, margin
@@ -251,15 +252,15 @@ def test_a_draft_depends_on_each_of_its_inputs(engine, prompts):
             return not np.array_equal(logits, expected)
 
         assert differs(session.draft(8).logits), "committed token"
-        assert differs(nano.draft.draft(pool, slot, position - 1, 7, greedy).logits), "position"
+        assert differs(nano.draft.draft(pool, [Ask(slot, position - 1, 7, greedy)])[0].logits), "position"
         for back in (1, 2, nano.config.sliding_window):  # the seed's hidden, the one before, the window's oldest
             place = pool.window_place(np.int32(slot), np.int32(position - back))
             kept = pool.hidden[place].copy()
             pool.hidden[place] += np.float32(0.5) * np.abs(kept).mean()
-            nano.draft.prime(pool, slot, position - back, position - back + 1)
+            nano.draft.prime(pool, [Span(slot, position - back, position - back + 1)])
             assert differs(session.draft(7).logits), f"main hidden {back} back"
             pool.hidden[place] = kept
-            nano.draft.prime(pool, slot, position - back, position - back + 1)
+            nano.draft.prime(pool, [Span(slot, position - back, position - back + 1)])
         same_bits(session.draft(7).logits, expected, "restored")
         for stage in pool.stages:  # a window that was not primed
             kept = stage.window.codes.copy()

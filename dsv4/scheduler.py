@@ -1,0 +1,258 @@
+"""Scheduler: many sequences on one engine. Every step packs rows of several of them into one draft and one forward.
+
+A sequence's tokens, logits and drafts do not depend on its neighbours: rows are only put beside each other, and what is
+done with their outputs is the plan of the sequence alone (generate.settling), the same that generates without a
+scheduler.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import CapacityError, ConfigError, StateError
+from .generate import WantsPrompt, checked, speculator, timings
+from .prefix import PrefixStore
+from .scheduling.budget import divide
+from .scheduling.costs import BatchCosts
+from .scheduling.sequence import Sequence
+from .scheduling.tickets import Request, Ticket
+from .session import draft_all, forward_all
+from .speculate import WantsDraft, WantsRows
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Request", "Scheduler", "Ticket"]
+COUNTED = (
+    "requests finished failed cancelled prompt_tokens generated_tokens steps rows max_rows rounds drafted accepted "
+    "skipped_rounds prefix_hits prefix_misses prefix_tokens queue_s step_s draft_s"
+).split()
+
+
+class Scheduler:
+    """Runs the requests of any number of threads on one engine, which is its worker's alone while it lives.
+
+    token_budget: rows of one forward at most; by default the engine's chunk. Decoding and verification go first, and
+    prompts share what is left (scheduling.budget). max_running: sequences at once, by default as many as the engine has
+    sessions. max_waiting: requests that may wait beside them. prefix_bytes: memory for states of common prefixes;
+    prefix_dir: where they also outlive the process. spec: how requests speculate that do not say.
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self, engine: Engine, *, token_budget: int | None = None, max_running: int | None = None, max_waiting: int = 64,
+        prefix_bytes: int = 0, prefix_dir: str | Path | None = None, spec: str = "gate",
+    ):  # fmt: skip
+        block = 1 + (engine.config.dspark.block_size if engine.draft is not None else 0)
+        self.engine, self.spec = engine, spec
+        self.token_budget = max(engine.chunk, block + 1) if token_budget is None else token_budget
+        self.max_running = engine.pool.slots if max_running is None else max_running
+        self.max_waiting = max_waiting
+        for name, value, low, high in (
+            ("token_budget", self.token_budget, block + 1, None), ("max_running", self.max_running, 1, engine.pool.slots),
+            ("max_waiting", max_waiting, 1, None), ("prefix_bytes", prefix_bytes, 0, None),
+        ):  # fmt: skip
+            if type(value) is not int or value < low or (high is not None and value > high):
+                expected = f"an integer, at least {low}" if high is None else f"an integer, {low} to {high}"
+                raise ConfigError(f"scheduler: {name}: expected {expected}; found {value!r}")
+        self._prefixes = PrefixStore(engine, prefix_bytes, prefix_dir) if prefix_bytes else None
+        self._costs = BatchCosts(engine.costs)
+        self._changed = threading.Condition()  # guards the three that follow
+        self._waiting: deque[Ticket] = deque()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._running: list[Sequence] = []  # the worker's own, as is all that follows
+        self._cancelled: set[Ticket] = set()
+        self._counts = dict.fromkeys(COUNTED, 0)
+        self._worker = threading.Thread(target=self._work, name="dsv4-scheduler", daemon=True)
+        atexit.register(self.close)
+        self._worker.start()
+
+    # ------------------------------------------------------------------ any thread
+    def submit(self, request: Request) -> Ticket:
+        """Queue a request. Raises InputError and ConfigError for one that cannot be served, CapacityError where too many
+        wait, StateError after close(), and what ended the worker."""
+        tokens, params = checked(self.engine, request.tokens, request.sampling)
+        spec = request.spec or self.spec
+        rounds = speculator(self.engine, params, spec, costs=self._costs)
+        ticket = Ticket(tokens, params, rounds, spec, self._cancel)
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise StateError("scheduler: expected an open one, found it closed")
+            if len(self._waiting) >= self.max_waiting:
+                raise CapacityError(
+                    f"queue: expected at most {self.max_waiting} waiting requests, found as many; try again later"
+                )
+            self._waiting.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def stats(self) -> dict:
+        """What is running, waiting and kept now; and counts and seconds since the start."""
+        store = self._prefixes
+        return {
+            "running": len(self._running), "waiting": len(self._waiting), **self._counts,
+            "prefix_entries": 0 if store is None else len(store), "prefix_bytes": 0 if store is None else store.bytes,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """End what runs and waits, and the worker. Closing twice is fine; the engine stays open."""
+        atexit.unregister(self.close)
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._worker.join()
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def _cancel(self, ticket: Ticket) -> None:
+        with self._changed:
+            if ticket.done:
+                return
+            self._cancelled.add(ticket)
+            self._changed.notify()
+
+    # ------------------------------------------------------------------ the worker
+    def _work(self) -> None:
+        error: BaseException = StateError("scheduler: closed before the request was answered")
+        try:
+            while self._wait():
+                self._sort_out()
+                self._costs.share(len(self._running))
+                self._draft()
+                self._forward()
+        except BaseException as found:
+            error = found
+            self._error = found
+        finally:
+            self._end_all(error)
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._running or self._waiting or self._cancelled)
+            return not self._closed
+
+    def _sort_out(self) -> None:
+        """Free the slots of what has ended or was cancelled, then let in who waited longest."""
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, set()
+            gone = [ticket for ticket in self._waiting if ticket in cancelled]
+            for ticket in gone:
+                self._waiting.remove(ticket)
+        for ticket in gone:
+            self._count(cancelled=1)
+            ticket.end("cancelled", _nothing(ticket))
+        self._retire(cancelled)
+        while len(self._running) < self.max_running and self.engine.pool.free_slots:
+            with self._changed:
+                if not self._waiting:
+                    break
+                ticket = self._waiting.popleft()
+            self._start(ticket)
+        self._retire(set())
+
+    def _start(self, ticket: Ticket) -> None:
+        try:
+            sequence = Sequence(self.engine, ticket, self._prefixes, self._count)
+        except BaseException as error:
+            ticket.end(None, _nothing(ticket), error)
+            raise
+        self._running.append(sequence)
+        self._count(
+            requests=1, queue_s=sequence.queue_s, prefix_tokens=sequence.cached, prefix_hits=bool(sequence.cached),
+            prefix_misses=self._prefixes is not None and not sequence.cached,
+        )  # fmt: skip
+
+    def _retire(self, cancelled: set[Ticket]) -> None:
+        ended = [one for one in self._running if one.wish is None or one.ticket in cancelled]
+        if not ended:
+            return
+        self._running = [one for one in self._running if one not in ended]
+        for one in ended:
+            kind = "failed" if one.error else "finished" if one.reason else "cancelled"
+            self._count(**{kind: 1})
+            one.close()
+
+    def _draft(self) -> None:
+        """One draft for all that want a block."""
+        asking = [one for one in self._running if isinstance(one.wish, WantsDraft)]
+        if not asking:
+            return
+        start = time.perf_counter()
+        blocks = draft_all([(one.session, one.wish.token, one.choose) for one in asking])
+        taken = time.perf_counter() - start
+        self._costs.drafted(len(asking), 1e3 * taken)
+        self._count(draft_s=taken)
+        for one, block in zip(asking, blocks):
+            one.drafted(block)
+
+    def _forward(self) -> None:
+        """One forward for as many as the budget has room for."""
+        blocks = sorted((one for one in self._running if isinstance(one.wish, WantsRows)), key=lambda one: one.waited)
+        prompts = [one for one in self._running if isinstance(one.wish, WantsPrompt)]
+        if not blocks and not prompts:
+            return
+        count, rows = divide(
+            [len(one.wish.tokens) for one in blocks], [one.left() for one in prompts], self.token_budget,
+            self.engine.chunk,
+        )  # fmt: skip
+        blocks = blocks[:count]
+        prompts = [(one, one.part(n)) for one, n in zip(prompts, rows) if n]
+        parts = [(one.session, one.wish.tokens, "all") for one in blocks] + [part for _, part in prompts]
+        start = time.perf_counter()
+        outputs = forward_all(parts)
+        taken = time.perf_counter() - start
+        total = sum(len(tokens) for _, tokens, _ in parts)
+        self._costs.forwarded(total, 1e3 * taken)
+        self._count(steps=1, rows=total, step_s=taken, prompt_tokens=sum(len(part[1]) for _, part in prompts))
+        self._counts["max_rows"] = max(self._counts["max_rows"], total)
+        for one, output in zip(blocks, outputs):
+            one.waited = self._counts["steps"]
+            one.advance(output.logits)
+        for (one, part), output in zip(prompts, outputs[count:]):
+            one.prompted(len(part[1]), output.logits)
+
+    def _count(self, **more: float) -> None:
+        for name, value in more.items():
+            self._counts[name] += value
+
+    def _end_all(self, error: BaseException) -> None:
+        """Nobody is left waiting, whatever happened."""
+        with self._changed:
+            self._closed = True
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for one in self._running:
+            one.error = one.error or (None if one.reason else error)
+        for ticket in waiting:
+            ticket.end(None, _nothing(ticket), error)
+        for one in self._running:
+            one.ticket.end(one.reason, one.numbers(), one.error)
+        try:
+            for one in self._running:
+                one.close()
+        finally:
+            self._running = []
+            if self._prefixes is not None:
+                self._prefixes.close()
+
+
+def _nothing(ticket: Ticket) -> dict[str, dict]:
+    """The numbers of a request that never ran."""
+    return {
+        "usage": {"prompt_tokens": len(ticket.prompt), "completion_tokens": 0, "cached_tokens": 0},
+        "timings": {"queue_s": time.perf_counter() - ticket.submitted, **timings(len(ticket.prompt), 0, 0.0, 0.0)},
+        "speculation": {"mode": ticket.spec, **ticket.rounds.counters.as_dict()},
+    }

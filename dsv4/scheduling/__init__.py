@@ -1,0 +1,1 @@
+"""Sequences side by side: what the scheduler is made of."""

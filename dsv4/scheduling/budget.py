@@ -1,0 +1,38 @@
+"""Whose rows run in the next step."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+SHARE = 4  # prompts get at least one row in so many while blocks fill the budget
+
+
+def divide(blocks: Sequence[int], prompts: Sequence[int], budget: int, most: int) -> tuple[int, list[int]]:
+    """Rows of one step → (how many of the blocks run, rows of every prompt).
+
+    blocks: rows of decoding steps and verifications, who waited longest first; they run whole and before prompts, but
+    leave them a share. prompts: rows that are left of each; what remains of the budget is divided evenly, `most` at
+    once. The budget must hold the largest block and a row beside it; so every step runs the first block and a row of
+    a prompt, and nobody waits forever.
+    """
+    kept = min(sum(prompts), max(budget // SHARE, 1), budget - max(blocks, default=0))
+    used = count = 0
+    for rows in blocks:
+        if used + rows > budget - kept:
+            break
+        used, count = used + rows, count + 1
+    return count, fill([min(left, most) for left in prompts], budget - used)
+
+
+def fill(wanted: Sequence[int], rows: int) -> list[int]:
+    """rows divided evenly among those who want them, nobody getting more than wanted; the first get what is odd."""
+    given = [0] * len(wanted)
+    open_ = [i for i, n in enumerate(wanted) if n]
+    while rows and open_:
+        share, odd = divmod(rows, len(open_))
+        for place, i in enumerate(open_):
+            part = min(wanted[i] - given[i], share + (place < odd))
+            given[i] += part
+            rows -= part
+        open_ = [i for i in open_ if given[i] < wanted[i]]
+    return given

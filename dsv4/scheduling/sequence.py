@@ -1,0 +1,130 @@
+"""A running request: its session, the plan that says what it wants next, and the answer it makes of what it gets."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Callable
+
+from ..generate import Answer, Settles, Step, WantsPrompt, settling
+from ..speculate import WantsDraft, WantsRows
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..prefix import PrefixStore
+    from .tickets import Ticket
+
+
+class Sequence:
+    """One of those that run side by side. `wish` is what it wants next; None once it has ended."""
+
+    def __init__(self, engine: Engine, ticket: Ticket, prefixes: PrefixStore | None, count: Callable[..., None]):
+        """count(name=n, ..) is told what this sequence generates, drafts and has accepted, as it happens."""
+        self.ticket, self.prefixes = ticket, prefixes
+        self._count, self._counted = count, (0, 0, 0, 0, 0)
+        self.queue_s = time.perf_counter() - ticket.submitted
+        self.session = engine.session()
+        self.wish: WantsDraft | WantsRows | WantsPrompt | None = None
+        self.waited = 0  # the step in which rows of it last ran
+        self.reason: str | None = None
+        self.error: BaseException | None = None
+        self._fresh: BaseException | None = None  # from choosing a drafted token: this sequence's alone
+        self._consumed = 0  # of the prompt that is wanted
+        try:
+            self.cached = prefixes.restore(self.session, ticket.prompt) if prefixes is not None else 0
+            shared = prefixes.shared(ticket.prompt) if prefixes is not None else 0
+            self._keep_at = shared if shared > self.cached else 0
+            self.answer = Answer(engine, ticket.prompt, ticket.params, ticket.rounds, ticket.spec)
+            self._plan = settling(self.session, ticket.prompt, self.answer.limit, ticket.rounds)
+            self.advance(None)
+        except BaseException:
+            self.session.close()
+            raise
+
+    # ------------------------------------------------------------------ what it wants
+    def left(self) -> int:
+        """Tokens of its prompt that have not run."""
+        return len(self.wish.tokens) - self._consumed
+
+    def part(self, rows: int) -> tuple[Any, list[int], str]:
+        """(session, tokens, wanted) of the next rows of its prompt, at most so many."""
+        stop = self._consumed + rows
+        before_cut = self._keep_at - self.session.position
+        if 0 < before_cut < rows:
+            stop = self._consumed + before_cut
+        return self.session, self.wish.tokens[self._consumed : stop], "last" if stop == len(self.wish.tokens) else "none"
+
+    def choose(self, logits, position: int) -> int:
+        """The wish's choice for a drafted token; what it raises is kept until the block is answered."""
+        try:
+            return self.wish.choose(logits, position)
+        except Exception as error:
+            self._fresh = error
+            return 0
+
+    # ------------------------------------------------------------------ what it gets
+    def prompted(self, tokens: int, logits) -> None:
+        """So many tokens of its prompt ran; logits [n, vocab] of the last one, if that was the prompt's."""
+        self._consumed += tokens
+        done = not self.left()
+        if self.prefixes is not None and (done or self.session.position == self._keep_at):
+            self.prefixes.keep(self.session)
+        if done:
+            self._consumed = 0
+            self.advance(logits[0])
+
+    def drafted(self, block) -> None:
+        error, self._fresh = self._fresh, None
+        self.advance(None if error else block, error)
+
+    def advance(self, answer: Any, error: BaseException | None = None) -> None:
+        """Answer the wish, hand on what that settled, and have the next wish; or end, in this sequence's own error."""
+        steps: list[Step] = []
+        try:
+            self.wish = self._next(answer, error, steps)
+        except Exception as found:
+            self.wish, self.error = None, found
+        if self.wish is None and self.error is None:
+            if self.prefixes is not None:
+                self.prefixes.keep(self.session)
+            self.reason = steps[-1].finish_reason
+            steps[-1] = replace(steps[-1], **self.numbers())
+        self._tell_counts()
+        self.ticket.put(steps)
+
+    def _tell_counts(self) -> None:
+        done = self.ticket.rounds.counters
+        now = self.answer.count, done.rounds, done.drafted, done.accepted, done.skipped_rounds
+        names = ("generated_tokens", "rounds", "drafted", "accepted", "skipped_rounds")
+        self._count(**{name: new - old for name, new, old in zip(names, now, self._counted)})
+        self._counted = now
+
+    def _next(self, answer: Any, error: BaseException | None, steps: list[Step]) -> Any:
+        try:
+            wish = self._plan.throw(error) if error else self._plan.send(answer)
+            while isinstance(wish, Settles):
+                wish = self._plan.send(self._keep(wish, steps))
+        except StopIteration:
+            return None
+        return wish
+
+    def _keep(self, found: Settles, steps: list[Step]) -> tuple[int, bool]:
+        for kept, (token, logits) in enumerate(zip(found.tokens, found.logits), 1):
+            steps.append(self.answer.push(token, logits, found.round))
+            if steps[-1].finish_reason:
+                return kept, False
+        return len(found.tokens), True
+
+    # ------------------------------------------------------------------ its end
+    def numbers(self) -> dict[str, dict]:
+        """Answer.numbers with the tokens that came from the prefix store and the seconds in the queue."""
+        found = self.answer.numbers()
+        found["usage"]["cached_tokens"] = self.cached
+        found["timings"] = {"queue_s": self.queue_s, **found["timings"]}
+        return found
+
+    def close(self) -> None:
+        """Free the slot, then tell the ticket: reason and error say how it ended, "cancelled" if neither is known."""
+        self._plan.close()
+        self.session.close()
+        self.ticket.end(self.reason or "cancelled", self.numbers(), self.error)
