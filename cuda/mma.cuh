@@ -1,0 +1,92 @@
+// All inline PTX of the project, each function beside its twin for the tests' emulation.
+//
+//   mma_fp16     D[16, 8] = A[16, 16] · B[16, 8] + D, A and B fp16, D float32; products are exact, sums float32
+//   copy16       16 bytes from global to shared memory, behind the program's back where the card can (sm_80+)
+//
+// Fragments, lane = 4 g + t (PTX manual, mma.m16n8k16 and m16n8k8): words of two fp16, low half first
+//   a[0] A[g][2t, 2t+1]   a[1] A[g+8][2t, 2t+1]   a[2] A[g][2t+8, 2t+9]   a[3] A[g+8][2t+8, 2t+9]
+//   b[0] B[2t, 2t+1][g]   b[1] B[2t+8, 2t+9][g]
+//   d[0] D[g][2t]   d[1] D[g][2t+1]   d[2] D[g+8][2t]   d[3] D[g+8][2t+1]
+// sm_75 has m16n8k8 only: a[0], a[1], b[0] first, then a[2], a[3], b[1].
+#pragma once
+#include "numeric.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 && !defined(DSV4_MMA_K8)
+#define DSV4_MMA_K8
+#endif
+
+#ifdef DSV4_EMULATED
+
+// K of 8 or 16 inputs; the sum of a D and its products is rounded once.
+template <int K> __device__ void mma_step(float d[4], const u32* a, const u32* b) {
+    struct Given { u32 a[K / 4], b[K / 8]; float d[4]; } given;
+    struct Made { float d[4]; };
+    for (int i = 0; i < K / 4; i++) given.a[i] = a[i];
+    for (int i = 0; i < K / 8; i++) given.b[i] = b[i];
+    for (int i = 0; i < 4; i++) given.d[i] = d[i];
+    const Made made = EMU_WARP(Made, given, [](const Given* in, Made* out) {
+        float left[16][K], right[8][K];
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < K / 4; i++)
+                for (int h = 0; h < 2; h++) {
+                    const int g = lane / 4, k = lane % 4 * 2 + h + i / 2 * 8;
+                    left[g + i % 2 * 8][k] = fp16_value(in[lane].a[i] >> 16 * h & 0xffff);
+                    if (i % 2 == 0) right[g][k] = fp16_value(in[lane].b[i / 2] >> 16 * h & 0xffff);
+                }
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) {
+                const float *l = left[lane / 4 + i / 2 * 8], *r = right[lane % 4 * 2 + i % 2];
+                double sum = in[lane].d[i];
+                for (int k = 0; k < K; k++) sum += (double)l[k] * r[k];
+                out[lane].d[i] = (float)sum;
+            }
+    });
+    for (int i = 0; i < 4; i++) d[i] = made.d[i];
+}
+
+__device__ __forceinline__ void mma_fp16(float d[4], const u32 a[4], const u32 b[2]) {
+#ifdef DSV4_MMA_K8
+    mma_step<8>(d, a, b);
+    mma_step<8>(d, a + 2, b + 1);
+#else
+    mma_step<16>(d, a, b);
+#endif
+}
+
+__device__ __forceinline__ void copy16(void* shared, const void* global) { emu::copy_later(shared, global, 16); }
+__device__ __forceinline__ void copy_commit() { emu::copy_commit(); }
+template <int NEWEST> __device__ __forceinline__ void copy_wait() { emu::copy_wait(NEWEST); }
+
+#else
+
+__device__ __forceinline__ void mma_fp16(float d[4], const u32 a[4], const u32 b[2]) {
+#ifdef DSV4_MMA_K8
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[2 * i]), "r"(a[2 * i + 1]), "r"(b[i]));
+#else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void copy16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Returns when all but the NEWEST committed groups are there.
+template <int NEWEST> __device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
+}
+#else
+__device__ __forceinline__ void copy16(void* shared, const void* global) { *(uint4*)shared = *(const uint4*)global; }
+__device__ __forceinline__ void copy_commit() {}
+template <int NEWEST> __device__ __forceinline__ void copy_wait() {}
+#endif
+
+#endif
