@@ -1,6 +1,6 @@
 """The CUDA backend's attention side: rotation, stored keys, sparse attention, compressor and indexer.
 
-Each method launches kernels of cuda/attention.cu, compressor.cu and indexer.cu; what they compute is said in Ops. How
+Each method launches kernels of cuda/keys.cu, attention.cu, compressor.cu and indexer.cu; what they compute is said in Ops. How
 work is cut over blocks depends on the number of rows and on the card's size; no bit of a row does.
 """
 
@@ -21,6 +21,7 @@ TILE = 32  # keys that attention takes at a time
 HEADS = 2  # of a warp in attention
 BLOCKS = 128  # that fill a card; with fewer, attention takes the tiles of a row side by side
 SCRATCH = 1 << 24  # floats of scratch memory that a launch may ask for
+SCORED = 128  # entries that a block of index_scores takes at a time
 
 i32, f32 = np.int32, np.float32
 
@@ -38,20 +39,20 @@ class RowsMixin(CudaBase):
         n, pairs = len(positions), len(theta)
         rope = Rope(self.empty((n, pairs)), self.empty((n, pairs)))
         grid = blocks_for(n * pairs, THREADS)
-        self.run("attention.cu", "rope_angles", grid, (THREADS,), positions, theta, *rope, i32(n), i32(pairs))
+        self.run("keys.cu", "rope_angles", grid, (THREADS,), positions, theta, *rope, i32(n), i32(pairs))
         return rope
 
     def rotate(self, x: Array, rope: Rope, inverse: bool = False) -> Array:
         (t, heads, dim), pairs = x.shape, self._pairs(x, rope)
         sizes = i32(t), i32(heads), i32(dim), i32(pairs)
         grid = blocks_for(t * heads * pairs, THREADS)
-        self.run("attention.cu", "rotate", grid, (THREADS,), x, *rope, *sizes, f32(-1 if inverse else 1))
+        self.run("keys.cu", "rotate", grid, (THREADS,), x, *rope, *sizes, f32(-1 if inverse else 1))
         return x
 
     def query(self, q: Array, rope: Rope, eps: float) -> Array:
         (t, heads, dim), pairs = q.shape, self._pairs(q, rope)
         sizes = i32(t), i32(heads), i32(dim), i32(pairs)
-        self.run("attention.cu", "query", blocks_for(t * heads, WARPS), (32 * WARPS,), q, *rope, *sizes, f32(eps))
+        self.run("keys.cu", "query", blocks_for(t * heads, WARPS), (32 * WARPS,), q, *rope, *sizes, f32(eps))
         return q
 
     def _pairs(self, x: Array, rope: Rope) -> int:
@@ -64,19 +65,19 @@ class RowsMixin(CudaBase):
     def encode_keys(self, k: Array, cache: KeyCache, where: Array) -> None:
         n, dim, rope_dim = self._key_sizes(cache, k, where)
         grid, block = blocks_for(n, WARPS), (32 * WARPS,)
-        self.run("attention.cu", "encode_keys", grid, block, k, where, *cache, i32(n), i32(dim), i32(rope_dim))
+        self.run("keys.cu", "encode_keys", grid, block, k, where, *cache, i32(n), i32(dim), i32(rope_dim))
 
     def store_keys(self, kv: Array, norm: Array, rope: Rope, cache: KeyCache, where: Array, eps: float) -> None:
         n, dim, rope_dim = self._key_sizes(cache, kv, where)
         sizes = i32(n), i32(dim), i32(rope_dim), i32(self._pairs(kv, rope))
         grid, block = blocks_for(n, WARPS), (32 * WARPS,)
-        self.run("attention.cu", "store_keys", grid, block, kv, norm, *rope, where, *cache, *sizes, f32(eps))
+        self.run("keys.cu", "store_keys", grid, block, kv, norm, *rope, where, *cache, *sizes, f32(eps))
 
     def decode_keys(self, cache: KeyCache, where: Array) -> Array:
         n, dim, rope_dim = len(where), cache.codes.shape[1] + cache.rope.shape[1], cache.rope.shape[1]
         out = self.empty((n, dim))
         grid = blocks_for(n * dim, THREADS)
-        self.run("attention.cu", "decode_keys", grid, (THREADS,), *cache, where, out, i32(n), i32(dim), i32(rope_dim))
+        self.run("keys.cu", "decode_keys", grid, (THREADS,), *cache, where, out, i32(n), i32(dim), i32(rope_dim))
         return out
 
     def _key_sizes(self, cache: KeyCache, k: Array, where: Array) -> tuple[int, int, int]:
@@ -90,8 +91,8 @@ class RowsMixin(CudaBase):
     # ------------------------------------------------------------------ attention
     def attend(self, q: Array, sink: Array, parts: list[tuple[KeyCache, Array]]) -> Array:
         (t, heads, dim), out = q.shape, self.empty(q.shape)
-        if not 1 <= len(parts) <= 2 or not dim <= 768:
-            raise InputError(f"attend: expected one or two parts and at most 768 dims, found {len(parts)} and {dim}")
+        if not 1 <= len(parts) <= 2 or dim > 512:
+            raise InputError(f"attend: expected one or two parts and at most 512 dims, found {len(parts)} and {dim}")
         for cache, places in parts:
             if cache.codes.shape[1] + cache.rope.shape[1] != dim or len(places) != t:
                 raise InputError(f"attend: expected keys of {dim} dims and places of {t} rows, found others")
@@ -160,3 +161,68 @@ class RowsMixin(CudaBase):
         self.run("compressor.cu", "compress_pool", blocks_for(n * dim, THREADS), (THREADS,),
                  *ring, slots, entries, out, i32(n), i32(dim), i32(ratio), i32(capacity))  # fmt: skip
         return out
+
+    # ------------------------------------------------------------------ indexer
+    def index_query(self, q: Array, rope: Rope) -> Array:
+        (t, heads, dim), pairs = q.shape, self._pairs(q, rope)
+        groups, out = self._groups(dim), self.empty(q.shape)
+        sizes = np.int64(t * heads), i32(heads), i32(pairs), np.float64(dim**-0.5)
+        grid = blocks_for(t * heads, WARPS)
+        self.run("indexer.cu", "index_query", grid, (32 * WARPS,), q, *rope, out, *sizes, defines=groups)
+        return out
+
+    def encode_index(self, k: Array, cache: IndexCache, where: Array) -> None:
+        n, dim = k.shape
+        if dim != 2 * cache.codes.shape[1] or len(where) != n:
+            raise InputError(f"index keys: expected {len(where)} of {2 * cache.codes.shape[1]} dims, found {n} of {dim}")
+        grid, block = blocks_for(n, WARPS), (32 * WARPS,)
+        self.run("indexer.cu", "encode_index", grid, block, k, where, *cache, i32(n), np.float64(dim**-0.5),
+                 defines=self._groups(dim))  # fmt: skip
+
+    def decode_index(self, cache: IndexCache, where: Array) -> Array:
+        n, dim = len(where), 2 * cache.codes.shape[1]
+        out = self.empty((n, dim))
+        grid = blocks_for(n * dim, THREADS)
+        self.run("indexer.cu", "decode_index", grid, (THREADS,), *cache, where, out, i32(n), defines=self._groups(dim))
+        return out
+
+    @staticmethod
+    def _groups(dim: int) -> dict[str, int]:
+        if dim not in (32, 64, 128):
+            raise InputError(f"indexer: expected a head size of 32, 64 or 128, found {dim}")
+        return {"GROUPS": dim // 32}
+
+    def index_select(
+        self, q: Array, w: Array, cache: IndexCache, slots: Array, visible: Array, pages: Array, page_entries: int, k: int
+    ) -> Array:
+        """As in Ops. That no row sees more entries than its pages hold is the caller's business."""
+        (t, heads, dim), most = q.shape, pages.shape[1] * page_entries
+        if dim != 2 * cache.codes.shape[1]:
+            raise InputError(f"indexer: expected queries of {2 * cache.codes.shape[1]} dims, found {dim}")
+        groups, chosen = self._groups(dim), self.empty((t, k), i32)
+        tiles = -(-heads // 16)
+        shared = tiles * (groups["GROUPS"] * (1024 + 64) + 64)
+        some = max(1, min(SCRATCH // max(most, 1), 65535))
+        for start in range(0, t, some):
+            rows = slice(start, min(start + some, t))
+            n = rows.stop - start
+            scores = self.empty((n, most))
+            grid = (min(-(-most // SCORED), max(1, 4 * BLOCKS // n)), n)
+            self.run("indexer.cu", "index_scores", grid, (128,), q[rows], w[rows], *cache, slots[rows], visible[rows], pages, scores,
+                     i32(heads), i32(pages.shape[1]), i32(page_entries), i32(k), np.int64(most), f32((dim * heads) ** -0.5),
+                     shared=shared, defines=groups)  # fmt: skip
+            self.run("indexer.cu", "index_choose", (n,), (256 if most <= 4096 else 1024,), scores, visible[rows], chosen[rows],
+                     i32(k), np.int64(most), defines=groups)  # fmt: skip
+        return chosen
+
+    def entry_places(self, entries: Array, slots: Array, pages: Array, page_entries: int) -> Array:
+        t, n = entries.shape
+        places = self.empty((t, n), i32)
+        self.each(entry_place, t * n, entries.reshape(-1), slots, pages, places.reshape(-1), i32(n), i32(page_entries))
+        return places
+
+
+def entry_place(i: int, entries: Array, slots: Array, pages: Array, places: Array, n: int, page_entries: int) -> None:
+    """entries [T · n] of slots [T] → places [T · n]: through the slot's pages [slots, pages]; −1 stays."""
+    entry = entries[i]
+    places[i] = pages[slots[i // n], entry // page_entries] * page_entries + entry % page_entries if entry >= 0 else -1
