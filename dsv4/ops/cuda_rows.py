@@ -226,3 +226,7 @@ def entry_place(i: int, entries: Array, slots: Array, pages: Array, places: Arra
     """entries [T · n] of slots [T] → places [T · n]: through the slot's pages [slots, pages]; −1 stays."""
     entry = entries[i]
     places[i] = pages[slots[i // n], entry // page_entries] * page_entries + entry % page_entries if entry >= 0 else -1
+
+
+# What `each` runs, with numba's types of the arguments after i.
+INDEX_KERNELS = {entry_place: "int32[::1], int32[::1], int32[:,::1], int32[::1], int32, int32"}
