@@ -82,7 +82,7 @@ __device__ void sinkhorn(float* c, int m, int iterations, float eps) {
 
 // One block a row. partial [T, chunks, outputs + 1]; base [outputs]; scale [3], of a head [1]; h [T, m, d];
 // post [T, m] and comb [T, m, m], both null for a head (outputs = m); norm [d] or null; u [T, d].
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
 hc_combine(const float* partial, const float* base, const float* scale, const float* h, float* post, float* comb,
            const float* norm, float* u, int chunks, int outputs, int m, int d, int iterations, float eps,
            float mix_eps, float norm_eps) {

@@ -16,7 +16,7 @@ from dsv4.ops.kernels import kernel_names
 HERE = Path(__file__).resolve().parent
 HEADERS = ("fibers.h", "cuda_on_cpu.h")
 COMMON = ["-std=c++17", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-Wall",
-          "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable", "-pthread"]  # fmt: skip
+          "-fno-gnu-unique", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable", "-pthread"]  # fmt: skip
 # With "" the checks of alignment and array bounds report through our own handlers; the others need their runtime preloaded.
 SANITIZERS = {
     "": (["-O2", "-fsanitize=alignment,bounds", "-DEMU_OWN_CHECKS"], []),
@@ -63,28 +63,36 @@ def _instructions() -> list[str]:
     return ["-mavx2", "-mfma"] if {"avx2", "fma"} <= set(flags) else []
 
 
-def build(text: str, sanitizer: str = "") -> Path:
-    """Compile a kernel text (includes inlined) → path of the shared object, from the cache where it has been made."""
-    compile_flags, link_flags = SANITIZERS[sanitizer]
-    compile_flags = [*COMMON, *compile_flags, *_instructions(), f"-I{HERE}"]
+def _compile(source: str, compile_flags: list[str], link_flags: list[str], objects: tuple[Path, ...], suffix: str) -> Path:
+    """A C++ text → shared object (with `objects`) or object file, from the cache where it has been made."""
     compiler = os.environ.get("CXX", "g++")
-    key = hashlib.sha256("\0".join([text, *compile_flags, compiler, *((HERE / h).read_text() for h in HEADERS)]).encode())
-    path = cache_directory() / f"{key.hexdigest()[:32]}.so"
+    parts = [source, *compile_flags, *link_flags, compiler, suffix, *map(str, objects), *((HERE / h).read_text() for h in HEADERS)]
+    path = cache_directory() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}{suffix}"
     if path.exists():
         return path
     with tempfile.TemporaryDirectory(dir=cache_directory()) as work:
-        source, made = Path(work, "kernel.cpp"), Path(work, "kernel.so")
-        source.write_text(adapt(text), encoding="utf-8")
-        commands = (
-            [compiler, *compile_flags, "-c", str(source), "-o", str(source.with_suffix(".o"))],
-            [compiler, "-shared", "-pthread", *link_flags, str(source.with_suffix(".o")), "-o", str(made)],
-        )
+        text, made, linked = (Path(work, name) for name in ("kernel.cpp", "kernel.o", "kernel.so"))
+        text.write_text(source, encoding="utf-8")
+        commands = [[compiler, *compile_flags, "-c", str(text), "-o", str(made)]]
+        if suffix == ".so":
+            link = [compiler, "-shared", "-Wl,-Bsymbolic", "-pthread", *link_flags]
+            commands.append([*link, str(made), *map(str, objects), "-o", str(linked)])
         for command in commands:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise BuildError(f"{' '.join(command[:2])} …:\n{done.stderr[:4000]}")
-        made.replace(path)
+        (linked if suffix == ".so" else made).replace(path)
     return path
+
+
+def build(text: str, sanitizer: str = "") -> Path:
+    """Compile a kernel text (includes inlined) → path of the shared object."""
+    compile_flags, link_flags = SANITIZERS[sanitizer]
+    compile_flags = [*COMMON, *compile_flags, *_instructions(), f"-I{HERE}"]
+    # The fibers themselves are not instrumented by what would report through them.
+    plain = [flag for flag in compile_flags if sanitizer or not flag.startswith("-fsanitize")]
+    fibers = _compile((HERE / "fibers.cpp").read_text(encoding="utf-8"), plain, [], (), ".o")
+    return _compile(adapt(text), compile_flags, link_flags, (fibers,), ".so")
 
 
 def load(path: Path) -> ctypes.CDLL:

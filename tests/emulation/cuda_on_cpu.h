@@ -14,10 +14,10 @@
 #define __align__(n) alignas(n)
 #define __grid_constant__
 
-#define threadIdx (emu::worker->now->thread)
-#define blockIdx (emu::worker->block_index)
-#define blockDim (emu::worker->launch->block)
-#define gridDim (emu::worker->launch->grid)
+#define threadIdx (emu::here->thread)
+#define blockIdx (emu::here->block_index)
+#define blockDim (emu::here->block)
+#define gridDim (emu::here->grid)
 constexpr int warpSize = 32;
 
 // ---------------------------------------------------------------------- vectors
@@ -76,7 +76,7 @@ inline unsigned ballot(int site, unsigned mask, unsigned vote) {
 }
 }  // namespace emu
 
-static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+static inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 static inline void __threadfence_block() {}
 
 // ---------------------------------------------------------------------- integer atomics
@@ -156,17 +156,3 @@ static inline long long min(long long a, long long b) { return a < b ? a : b; }
 static inline long long max(long long a, long long b) { return a > b ? a : b; }
 static inline float min(float a, float b) { return fminf(a, b); }
 static inline float max(float a, float b) { return fmaxf(a, b); }
-
-// ---------------------------------------------------------------------- checks that need no sanitizer runtime
-// Built with -fsanitize=alignment,bounds; the handlers are ours, so that an error ends the launch and not the process.
-#if defined(EMU_OWN_CHECKS)
-struct EmuPlace { const char* file; unsigned line, column; };
-extern "C" {
-__attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(EmuPlace* at, void* address) {
-    emu::fail("%s:%u: misaligned or null address %p", at->file, at->line, address);
-}
-__attribute__((visibility("hidden"))) void __ubsan_handle_out_of_bounds(EmuPlace* at, void* index) {
-    emu::fail("%s:%u: index %ld outside of the array", at->file, at->line, (long)index);
-}
-}
-#endif

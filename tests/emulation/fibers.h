@@ -2,40 +2,14 @@
 //
 // A fiber runs until it has to wait for others (barrier, shuffle, vote), so that a missing barrier shows: whoever runs
 // first sees what the others have not written yet, and shared memory starts as NaN (all bits set).
+//
+// Here: what a kernel's text needs. fibers.cpp is compiled once, and linked to every kernel file.
 #pragma once
-#include <algorithm>
-#include <atomic>
-#include <climits>
 #include <cmath>
-#include <cstdarg>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <mutex>
-#include <numeric>
-#include <random>
-#include <string>
-#include <thread>
 #include <type_traits>
-#include <vector>
-#include <sys/mman.h>
-
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#define EMU_POISON(p, n) __asan_poison_memory_region(p, n)
-#define EMU_UNPOISON(p, n) __asan_unpoison_memory_region(p, n)
-#else
-#define EMU_POISON(p, n) ((void)0)
-#define EMU_UNPOISON(p, n) ((void)0)
-#endif
-#if defined(__SANITIZE_THREAD__)
-#include <sanitizer/tsan_interface.h>
-#endif
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
+#include <utility>
 
 struct dim3 {
     unsigned x = 1, y = 1, z = 1;
@@ -43,466 +17,65 @@ struct dim3 {
 
 namespace emu {
 
-constexpr size_t STACK = 256 << 10;      // bytes of a fiber's stack; touched pages only are real
-constexpr size_t SHARED_LIMIT = 64 << 10;  // static + dynamic shared memory of a block on the smallest supported card
-constexpr size_t GAP = 64;               // poisoned bytes between shared variables
-constexpr size_t ARENA = 2 * SHARED_LIMIT;
-constexpr size_t WIDEST = 64;            // bytes a lane may hand to a warp's exchange
+constexpr size_t WIDEST = 64;  // bytes a lane may hand to a warp's exchange
 
 // A barrier or warp operation in the source: a number of its own, and its line.
 #define EMU_SITE (__COUNTER__ * 100000 + __LINE__)
 inline int line(int site) { return site % 100000; }
 
-enum class State : unsigned char { ready, barrier, exchange, done };
-
-// ---------------------------------------------------------------------- switching
-#if defined(__x86_64__)
-using Stack = void*;
-extern "C" void dsv4_emu_switch(void** save, void* to);
-asm(R"(
-    .text
-    .local dsv4_emu_switch
-    .type dsv4_emu_switch, @function
-dsv4_emu_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-    .size dsv4_emu_switch, .-dsv4_emu_switch
-)");
-inline void prepare(Stack& stack, char* memory, void (*entry)()) {
-    void** top = (void**)(memory + STACK) - 2;
-    *top = (void*)entry;  // where the first switch returns to; above it the stack is aligned as at a call
-    stack = top - 6;
-    memset(stack, 0, 6 * sizeof(void*));
-}
-inline void swap(Stack& save, Stack& to) { dsv4_emu_switch(&save, to); }
-#else
-using Stack = ucontext_t;
-inline void prepare(Stack& stack, char* memory, void (*entry)()) {
-    getcontext(&stack);
-    stack.uc_stack.ss_sp = memory;
-    stack.uc_stack.ss_size = STACK;
-    stack.uc_link = nullptr;
-    makecontext(&stack, entry, 0);
-}
-inline void swap(Stack& save, Stack& to) { swapcontext(&save, &to); }
-#endif
-
-// ---------------------------------------------------------------------- what runs
-struct Fiber {
-    Stack stack;
-    char* memory = nullptr;
-    dim3 thread;
-    unsigned index = 0;
-    State state = State::done;
-    int site = 0;          // where it waits
-    unsigned answer = 0;   // of a voting barrier
-    struct Copy { void* to; const void* from; size_t bytes; unsigned group; };
-    std::vector<Copy> copies;  // cp.async not yet waited for
-    unsigned group = 0;
-#if defined(__SANITIZE_ADDRESS__)
-    void* fake = nullptr;
-#endif
-#if defined(__SANITIZE_THREAD__)
-    void* tsan = nullptr;
-#endif
+struct Place {  // of the thread that runs
+    dim3 thread, block_index, block, grid;
+    unsigned index;  // within its block
 };
+#define EMU_HIDDEN __attribute__((visibility("hidden")))
+extern EMU_HIDDEN thread_local Place* here __attribute__((tls_model("initial-exec")));
 
-// Lanes of a warp that meet: each hands in some bytes, the last to come works out everybody's result.
-struct Exchange {
-    unsigned mask = 0, arrived = 0, left = 0;  // mask 0: free
-    int site = 0;
-    bool done = false;
-    alignas(16) unsigned char in[32][WIDEST], out[32][WIDEST];
-    char* token = nullptr;
-};
+// End this launch with an error; the thread never goes on.
+[[noreturn]] EMU_HIDDEN void fail(const char* format, ...);
 
-struct Variable { int id; size_t bytes; void* at; };
-
-struct Launch {
-    dim3 grid, block;
-    size_t shared = 0;
-    void (*call)(void**) = nullptr;
-    void** args = nullptr;
-    std::vector<unsigned> order;
-    std::atomic<size_t> next{0};
-    std::atomic<bool> failed{false};
-    std::mutex lock;
-    std::string error;
-};
-
-struct Worker {  // an OS thread's block
-    Launch* launch = nullptr;
-    std::vector<Fiber> fibers;
-    std::vector<std::vector<Exchange>> warps;
-    std::vector<Variable> variables;
-    char* arena = nullptr;
-    size_t used = 0, counted = 0;
-    dim3 block_index;
-    Fiber* now = nullptr;
-    Stack scheduler;
-    unsigned finished = 0;
-    char *tokens = nullptr;  // addresses that stand for synchronisations, one each
-    size_t token = 0;
-    char* gate = nullptr;  // of the block's next barrier
-#if defined(__SANITIZE_ADDRESS__)
-    void* fake = nullptr;
-    const void* bottom = nullptr;
-    size_t size = 0;
-#endif
-#if defined(__SANITIZE_THREAD__)
-    void* tsan = nullptr;
-#endif
-};
-
-inline thread_local Worker* worker = nullptr;
-
-inline void to_scheduler(bool last = false) {
-    Worker& w = *worker;
-    Fiber& f = *w.now;
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_start_switch_fiber(last ? nullptr : &f.fake, w.bottom, w.size);
-#endif
-#if defined(__SANITIZE_THREAD__)
-    __tsan_switch_to_fiber(w.tsan, __tsan_switch_to_fiber_no_sync);
-#endif
-    swap(f.stack, w.scheduler);
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(f.fake, &w.bottom, &w.size);
-#endif
-}
-
-inline void record(Launch& launch, const std::string& what) {
-    std::lock_guard<std::mutex> hold(launch.lock);
-    if (!launch.failed) launch.error = what;
-    launch.failed = true;
-}
-
-inline std::string where() {
-    Worker& w = *worker;
-    char text[120];
-    snprintf(text, sizeof text, "block (%u, %u, %u) thread (%u, %u, %u)", w.block_index.x, w.block_index.y,
-             w.block_index.z, w.now->thread.x, w.now->thread.y, w.now->thread.z);
-    return text;
-}
-
-// End this launch with an error; the fiber never goes on.
-[[noreturn]] inline void fail(const char* format, ...) {
-    char text[400];
-    va_list list;
-    va_start(list, format);
-    vsnprintf(text, sizeof text, format, list);
-    va_end(list);
-    record(*worker->launch, where() + ": " + text);
-    for (;;) to_scheduler();
-}
-
-inline void wait_as(State state, int site) {
-    Fiber& f = *worker->now;
-    f.state = state, f.site = site;
-    to_scheduler();
-}
-
-inline char* new_token() {  // of the current worker
-#if defined(__SANITIZE_THREAD__)
-    return worker->tokens + 8 * (worker->token++ % (1 << 20));
-#else
-    return nullptr;
-#endif
-}
-inline void arrive(char* token) {
-#if defined(__SANITIZE_THREAD__)
-    __tsan_release(token);
-#endif
-    (void)token;
-}
-inline void leave(char* token) {
-#if defined(__SANITIZE_THREAD__)
-    __tsan_acquire(token);
-#endif
-    (void)token;
-}
+inline unsigned lane() { return here->index & 31; }
 
 // ---------------------------------------------------------------------- shared memory
-inline void* grow(size_t bytes, size_t limit_bytes) {
-    Worker& w = *worker;
-    size_t start = (w.used + GAP + 127) / 128 * 128;
-    w.counted += (limit_bytes + 15) / 16 * 16;
-    if (w.counted > SHARED_LIMIT || start + bytes > ARENA)
-        fail("shared memory: expected at most %zu bytes a block (sm_75), found %zu", SHARED_LIMIT, w.counted);
-    w.used = start + bytes;
-    EMU_UNPOISON(w.arena + start, bytes);
-    memset(w.arena + start, 0xFF, bytes);
-    return w.arena + start;
-}
+EMU_HIDDEN void* shared_variable(int id, size_t bytes);
+EMU_HIDDEN void* dynamic_shared();
 
 // A static __shared__ variable, number `id` in its file: made by the first thread of the block that comes by.
-template <class T> T& shared(int id) {
-    for (Variable& v : worker->variables)
-        if (v.id == id && v.bytes == sizeof(T)) return *(T*)v.at;
-    void* at = grow(sizeof(T), sizeof(T));
-    worker->variables.push_back({id, sizeof(T), at});
-    return *(T*)at;
-}
+template <class T> T& shared(int id) { return *(T*)shared_variable(id, sizeof(T)); }
 
-inline void* dynamic_shared() {
-    for (Variable& v : worker->variables)
-        if (v.id == -1) return v.at;
-    void* at = grow(worker->launch->shared, worker->launch->shared);
-    worker->variables.push_back({-1, 0, at});
-    return at;
-}
+// ---------------------------------------------------------------------- barriers and warps
+EMU_HIDDEN unsigned sync_block(int site, unsigned value = 0);
 
-// ---------------------------------------------------------------------- warps
-inline unsigned lane() { return worker->now->index & 31; }
+using Bytes = unsigned char[WIDEST];
+using Work = void (*)(const void* f, unsigned mask, const Bytes* in, Bytes* out);
+EMU_HIDDEN void meet_bytes(unsigned mask, int site, const void* in, size_t in_bytes, void* out, size_t out_bytes, Work work,
+                           const void* f);
 
 // All lanes of `mask` hand in a value; f(in[32], out[32]) runs once, when all have come; each gets its out.
-template <class Out, class In, class F> Out meet(unsigned mask, int site, const In& in, F f) {
+template <class Out, class In, class F> Out meet(unsigned mask, int site, const In& in, const F& f) {
     static_assert(sizeof(In) <= WIDEST && sizeof(Out) <= WIDEST);
-    Worker& w = *worker;
-    Fiber& me = *w.now;
-    const unsigned bit = 1u << lane(), first = me.index & ~31u;
-    auto& warp = w.warps[me.index / 32];
-    if (!(mask & bit)) fail("warp operation in line %d: lane %u is not in its own mask %08x", line(site), lane(), mask);
-    Exchange *e = nullptr, *free = nullptr;
-    for (Exchange& x : warp) {
-        if (!x.mask) free = free ? free : &x;
-        else if (!x.done && (x.mask & bit)) e = &x;
-    }
-    if (e && (e->mask != mask || e->site != site))
-        fail("warp operation in line %d with mask %08x, while lanes of it wait in line %d with mask %08x", line(site),
-             mask, line(e->site), e->mask);
-    if (!e) {
-        for (unsigned l = 0; l < 32; l++)
-            if ((mask >> l & 1) && w.fibers[first + l].state == State::done)
-                fail("warp operation in line %d: lane %u of its mask %08x has ended", line(site), l, mask);
-        if (!free) fail("warp operation in line %d: too many at once", line(site));
-        e = free;
-        e->mask = mask, e->arrived = 0, e->left = mask, e->site = site, e->done = false, e->token = new_token();
-    }
-    memcpy(e->in[lane()], &in, sizeof(In));
-    arrive(e->token);
-    e->arrived |= bit;
-    if (e->arrived == mask) {
+    Out out;
+    meet_bytes(mask, site, &in, sizeof(In), &out, sizeof(Out), [](const void* f, unsigned mask, const Bytes* in, Bytes* out) {
         In ins[32];
         Out outs[32];
         for (int l = 0; l < 32; l++)
-            if (mask >> l & 1) memcpy(&ins[l], e->in[l], sizeof(In));
-        f(ins, outs);
+            if (mask >> l & 1) memcpy(&ins[l], in[l], sizeof(In));
+        (*(const F*)f)(ins, outs);
         for (int l = 0; l < 32; l++)
-            if (mask >> l & 1) memcpy(e->out[l], &outs[l], sizeof(Out));
-        e->done = true;
-        for (unsigned l = 0; l < 32; l++)
-            if ((mask & ~bit) >> l & 1) w.fibers[first + l].state = State::ready;
-    } else {
-        wait_as(State::exchange, site);
-    }
-    leave(e->token);
-    Out out;
-    memcpy(&out, e->out[lane()], sizeof(Out));
-    e->left &= ~bit;
-    if (!e->left) e->mask = 0;
+            if (mask >> l & 1) memcpy(out[l], &outs[l], sizeof(Out));
+    }, &f);
     return out;
 }
 
-// ---------------------------------------------------------------------- blocks
-inline unsigned sync_block(int site, unsigned value = 0) {
-    Worker& w = *worker;
-    w.now->answer = value;
-    char* token = w.gate;
-    arrive(token);
-    wait_as(State::barrier, site);
-    leave(token);
-    return w.now->answer;
-}
-
-// cp.async: copies happen as late as the waits allow.
-inline void copy_later(void* to, const void* from, size_t bytes) {
-    if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("cp.async: expected addresses aligned to %zu", bytes);
-    Fiber& f = *worker->now;
-    f.copies.push_back({to, from, bytes, f.group});
-}
-inline void copy_commit() { worker->now->group++; }
-inline void copy_wait(unsigned newest) {  // all but the `newest` committed groups are there afterwards
-    Fiber& f = *worker->now;
-    size_t kept = 0;
-    for (Fiber::Copy& c : f.copies)
-        if (c.group + newest < f.group) memcpy(c.to, c.from, c.bytes);
-        else f.copies[kept++] = c;
-    f.copies.resize(kept);
-}
-
-inline void fiber_main() {
-    Worker& w = *worker;
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(nullptr, &w.bottom, &w.size);
-#endif
-    w.launch->call(w.launch->args);
-    Fiber& f = *w.now;
-    if (!f.copies.empty()) fail("cp.async: %zu copies never waited for", f.copies.size());
-    f.state = State::done;
-    w.finished++;
-    for (;;) to_scheduler(true);
-}
-
-inline void run(Worker& w, Fiber& f) {
-    w.now = &f;
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_start_switch_fiber(&w.fake, f.memory, STACK);
-#endif
-#if defined(__SANITIZE_THREAD__)
-    __tsan_switch_to_fiber(f.tsan, __tsan_switch_to_fiber_no_sync);
-#endif
-    swap(w.scheduler, f.stack);
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(w.fake, nullptr, nullptr);
-#endif
-}
-
-// Nothing can run: a barrier that all have reached opens; anything else is an error.
-inline void open_barrier(Worker& w, unsigned threads) {
-    const Fiber* first = nullptr;
-    for (unsigned i = 0; i < threads; i++)
-        if (w.fibers[i].state == State::barrier) first = first ? first : &w.fibers[i];
-    for (unsigned i = 0; i < threads; i++) {
-        Fiber& f = w.fibers[i];
-        w.now = &f;
-        if (f.state == State::barrier && f.site == first->site) continue;
-        const char* does = f.state == State::done ? "has ended" : f.state == State::exchange ? "waits in a warp operation" : "waits at another barrier";
-        char text[160];
-        snprintf(text, sizeof text, ": %s (line %d)%s", does, line(f.site), first ? ", while others wait at a barrier" : " for lanes that never come");
-        record(*w.launch, where() + text);
-        return;
-    }
-    unsigned sum = 0;
-    for (unsigned i = 0; i < threads; i++) sum += w.fibers[i].answer;
-    for (unsigned i = 0; i < threads; i++) w.fibers[i].answer = sum, w.fibers[i].state = State::ready;
-    w.gate = new_token();
-}
-
-inline void run_block(Worker& w) {
-    Launch& launch = *w.launch;
-    const unsigned threads = launch.order.size();
-    w.variables.clear();
-    w.used = w.counted = 0;
-    w.finished = 0;
-    w.gate = new_token();
-    EMU_POISON(w.arena, ARENA);
-    for (unsigned i = 0; i < threads; i++) {
-        Fiber& f = w.fibers[i];
-        f.index = i;
-        f.thread = {i % launch.block.x, i / launch.block.x % launch.block.y, i / launch.block.x / launch.block.y};
-        f.state = State::ready, f.group = 0;
-        f.copies.clear();
-        EMU_UNPOISON(f.memory, STACK);
-        prepare(f.stack, f.memory, fiber_main);
-#if defined(__SANITIZE_THREAD__)
-        if (f.tsan) __tsan_destroy_fiber(f.tsan);
-        f.tsan = __tsan_create_fiber(0);
-#endif
-    }
-    for (auto& warp : w.warps)
-        for (Exchange& e : warp) e.mask = 0;
-    while (w.finished < threads && !launch.failed) {
-        bool ran = false;
-        for (unsigned i : launch.order)
-            if (w.fibers[i].state == State::ready) {
-                run(w, w.fibers[i]);
-                ran = true;
-                if (launch.failed) return;
-            }
-        if (!ran) open_barrier(w, threads);
-    }
-}
+// ---------------------------------------------------------------------- cp.async: copies happen as late as the waits allow
+EMU_HIDDEN void copy_later(void* to, const void* from, size_t bytes);
+EMU_HIDDEN void copy_commit();
+EMU_HIDDEN void copy_wait(unsigned newest);  // all but the `newest` committed groups are there afterwards
 
 // ---------------------------------------------------------------------- launches
-struct Idle {  // workers between launches, with their stacks
-    std::mutex lock;
-    std::vector<Worker*> workers;
-};
-inline Idle& idle() {
-    static Idle* all = new Idle;
-    return *all;
-}
+// geometry: grid, block. order: 0 forward, 1 reverse, else shuffled by that seed. → an error text (free it) or nullptr.
+EMU_HIDDEN char* launch(const unsigned* geometry, size_t shared, unsigned order, unsigned threads, void (*call)(void**),
+                        void** args);
 
-inline Worker* take_worker(unsigned threads) {
-    Worker* w = nullptr;
-    {
-        std::lock_guard<std::mutex> hold(idle().lock);
-        if (!idle().workers.empty()) w = idle().workers.back(), idle().workers.pop_back();
-    }
-    auto map = [](size_t bytes) {
-        void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (at == MAP_FAILED) abort();
-        return (char*)at;
-    };
-    if (!w) {
-        w = new Worker;
-        w->arena = map(ARENA);
-        w->tokens = map(8 << 20);
-    }
-    while (w->fibers.size() < threads) {
-        w->fibers.emplace_back();
-        w->fibers.back().memory = map(STACK);
-    }
-    while (w->warps.size() * 32 < threads) w->warps.emplace_back(33);
-    return w;
-}
-
-inline void work(Launch& launch) {
-    Worker* w = take_worker(launch.order.size());
-    w->launch = &launch;
-#if defined(__SANITIZE_THREAD__)
-    w->tsan = __tsan_get_current_fiber();
-#endif
-    worker = w;
-    const size_t blocks = (size_t)launch.grid.x * launch.grid.y * launch.grid.z;
-    for (size_t b; !launch.failed && (b = launch.next++) < blocks;) {
-        w->block_index = {unsigned(b % launch.grid.x), unsigned(b / launch.grid.x % launch.grid.y),
-                          unsigned(b / launch.grid.x / launch.grid.y)};
-        run_block(*w);
-    }
-    worker = nullptr;
-    std::lock_guard<std::mutex> hold(idle().lock);
-    idle().workers.push_back(w);
-}
-
-// order: 0 forward, 1 reverse, else shuffled by that seed. Returns an error text (free it) or nullptr.
-inline char* launch(const unsigned* geometry, size_t shared, unsigned order, unsigned threads, void (*call)(void**),
-                    void** args) {
-    Launch job;
-    job.grid = {geometry[0], geometry[1], geometry[2]};
-    job.block = {geometry[3], geometry[4], geometry[5]};
-    job.shared = shared, job.call = call, job.args = args;
-    const size_t size = (size_t)job.block.x * job.block.y * job.block.z;
-    const size_t blocks = (size_t)job.grid.x * job.grid.y * job.grid.z;
-    job.order.resize(size);
-    std::iota(job.order.begin(), job.order.end(), 0u);
-    if (order == 1) std::reverse(job.order.begin(), job.order.end());
-    if (order > 1) {
-        std::mt19937 random(order);
-        for (size_t i = size - 1; i > 0; i--) std::swap(job.order[i], job.order[random() % (i + 1)]);
-    }
-    std::vector<std::thread> others;
-    for (size_t t = 1; t < std::min<size_t>(threads, blocks); t++) others.emplace_back([&] { work(job); });
-    work(job);
-    for (auto& t : others) t.join();
-    return job.failed ? strdup(job.error.c_str()) : nullptr;
-}
-
-// ---------------------------------------------------------------------- signatures
 template <class T> const char* kind() {
     if constexpr (std::is_pointer_v<T>) {
         using P = std::remove_const_t<std::remove_pointer_t<T>>;
@@ -525,8 +98,10 @@ template <class... A, void (*K)(A...)> struct Kernel<K> {
     template <size_t... I> static void spread(void** args, std::index_sequence<I...>) { K(*(std::decay_t<A>*)args[I]...); }
     static void call(void** args) { spread(args, std::index_sequence_for<A...>()); }
     static const char* signature() {
-        static const std::string text = ((std::string(kind<A>()) + " ") + ... + std::string());
-        return text.c_str();
+        static char text[8 * sizeof...(A) + 1];
+        text[0] = 0;
+        ((strcat(text, kind<A>()), strcat(text, " ")), ...);
+        return text;
     }
 };
 

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import threading
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 
@@ -66,6 +66,7 @@ class EmulatedKernel:
         geometry = (ctypes.c_uint * 6)(*grid, *block)
         launcher = self.launcher
         launcher.launches += 1
+        launcher.kernels_run.add(self.name)
         error = self.run(geometry, ctypes.c_size_t(shared), launcher.order, launcher.threads, pointers)
         if error:
             text = ctypes.string_at(error).decode()
@@ -108,19 +109,20 @@ class EmulatedLauncher:
     """Runs kernels on the CPU, on device-array stand-ins or NumPy arrays.
 
     order: FORWARD, REVERSE or a seed > 1: which thread of a block runs first. sanitizer: "", "address", "thread".
-    directory: other kernel files than the project's (the tests' own).
-    launches, synchronisations: what has been launched, and how often the host waited for the device.
+    edit(file, text) → text: changes a kernel file's text, includes inlined, before it is compiled: how bugs are planted.
+    launches, kernels_run, synchronisations: what has been launched, and how often the host waited for the device.
     """
 
     name = "emulated"
 
     def __init__(
-        self, order: int = FORWARD, sanitizer: str = "", threads: int | None = None, directory: Path | None = None
+        self, order: int = FORWARD, sanitizer: str = "", threads: int | None = None, edit: Callable | None = None
     ):
-        self.order, self.sanitizer, self.directory = order, sanitizer, directory
+        self.order, self.sanitizer, self.edit = order, sanitizer, edit
         cores = len(os.sched_getaffinity(0))
         self.threads = threads or min(cores, int(os.environ.get("OMP_NUM_THREADS") or cores))
         self.launches = self.synchronisations = 0
+        self.kernels_run: set[str] = set()
         self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         self._done, self._lock = 0, threading.Lock()
         self._modules: dict = {}
@@ -128,7 +130,9 @@ class EmulatedLauncher:
     def compile(self, source: str, defines=None) -> EmulatedModule:
         key = (source, *sorted((defines or {}).items()))
         if key not in self._modules:
-            self._modules[key] = self.compile_text(define_lines(defines) + inline(source, self.directory))
+            text = inline(source)
+            text = self.edit(source, text) if self.edit else text
+            self._modules[key] = self.compile_text(define_lines(defines) + text)
         return self._modules[key]
 
     def compile_text(self, text: str) -> EmulatedModule:
@@ -163,6 +167,9 @@ class EmulatedLauncher:
         return array.host.copy()
 
     # ------------------------------------------------------------------ copies beside the compute stream: made as late as somebody waits
+    def address(self, array: DeviceArray) -> int:
+        return array.host.ctypes.data
+
     def pinned(self, nbytes: int) -> np.ndarray:
         return np.full(nbytes, 0xFF, np.uint8)
 

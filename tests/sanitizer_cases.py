@@ -1,0 +1,20 @@
+"""What the sanitizers run: every kernel at a few shapes, odd ones among them. Uses the cases of the ops' tests."""
+
+import mutants
+import ops_cases as make
+from cuda_ops import HostOps, emulated
+
+CASES = [
+    make.embed(3, 7, 33, 3), make.act_quant(3, 136), make.act_quant(1, 31), make.rmsnorm(2, 257),
+    make.connections(2, 4, 300, 1e-2, 1e-4), make.connections(3, 2, 33, 1e-4, 1e-2),
+]  # fmt: skip
+
+
+def run(sanitizer: str, mutant: str = "") -> set[str]:
+    """Run all cases, or those of a mutant on its kernels → names of the kernels that ran."""
+    edit = mutants.BY_NAME[mutant].edit if mutant else None
+    ops = HostOps(emulated(sanitizer=sanitizer, edit=edit, threads=2))
+    for case in [mutants.BY_NAME[mutant].case] if mutant else CASES:
+        case(ops)
+    ops.has_nonfinite(case.inputs[case.by_row[0]])
+    return ops.ops.launcher.kernels_run
