@@ -120,7 +120,7 @@ class Draft(Model):
         tokens = [ask.token for ask in asks]
         ids, out, confidence = [], [], []
         for place in range(size):
-            rows = np.arange(place, size * len(asks), size)
+            rows = ops.table(np.arange(place, size * len(asks), size))
             previous = ops.embed(draft.markov_w1, ops.table(np.array(tokens, np.int32)), 1)[:, 0]
             scores = ops.to_host(logits[rows] + ops.linear(previous, draft.markov_w2))
             joined = np.concatenate([y[rows], previous], axis=1)

@@ -47,7 +47,7 @@ class Model:
     def forward(self, step: Step, pool: Pool) -> Output:
         """All layers over the rows of `step`; keys and compressor rows go to `pool`."""
         c, ops, w = self.config, self.ops, self.weights
-        wanted = step.rows.wanted
+        wanted = ops.table(step.rows.wanted)
         if w.store:
             w.store.begin(step.rows.tokens)
         h = ops.embed(w.embed, step.tokens, c.hc_mult)

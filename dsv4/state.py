@@ -127,7 +127,7 @@ class Pool:
     def free_slot(self, slot: int) -> None:
         """Give back a slot and its pages."""
         held, self._held[slot] = self._held[slot], 0
-        self._free_pages.extend(int(page) for page in self.pages[slot, :held][::-1])
+        self._free_pages.extend(int(page) for page in self.ops.to_host(self.pages[slot])[:held][::-1])
         self._free_slots.append(slot)
 
     def reserve(self, slot: int, length: int) -> None:
@@ -137,7 +137,7 @@ class Pool:
             self._held[slot] += 1
 
     # ------------------------------------------------------------------ copies
-    def _live(self, state: LayerState, part: str, slot: int, length: int) -> np.ndarray:
+    def _live(self, state: LayerState, part: str, slot: int, length: int) -> Any:
         """Cache places of what a sequence of `length` positions can still see of one part, ascending positions."""
         if part in ("entries", "index"):
             entries = np.arange(length // state.ratio, dtype=np.int32)[None]
@@ -145,7 +145,8 @@ class Pool:
         back = self.window if part == "window" else self.look_back(state.ratio)
         positions = np.arange(max(0, length - back), length, dtype=np.int32)
         slots = np.int32(slot)
-        return self.window_place(slots, positions) if part == "window" else self.ring_place(state.ratio, slots, positions)
+        window = part == "window"
+        return self.ops.table(self.window_place(slots, positions) if window else self.ring_place(state.ratio, slots, positions))
 
     def _parts(self) -> Iterator[tuple[str, LayerState, str, NamedTuple]]:
         """(name, state, part, arrays) of every cache that a sequence keeps."""
@@ -169,7 +170,7 @@ class Pool:
         for name, state, part, cache in self._parts():
             where = self._live(state, part, slot, length)
             for field, array in zip(cache._fields, cache):
-                array[where] = arrays[f"{name}.{field}"]
+                array[where] = self.ops.table(arrays[f"{name}.{field}"])
 
     def check_export(self, length: int, arrays: dict[str, np.ndarray]) -> None:
         """Raise StateError unless arrays are what export() of `length` positions gives, by name, type and shape."""
