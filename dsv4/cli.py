@@ -16,6 +16,7 @@ from .bench.cli import bench
 from .cli_chat import chat
 from .cli_gate import gate
 from .cli_pack import pack
+from .cli_plan import plan
 from .cli_serve import serve
 from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import Bars, engine_options, load_engine, prompt_options, quiet_follower, read_prompt, say
@@ -56,6 +57,7 @@ cli.add_command(chat)
 cli.add_command(determinism)
 cli.add_command(gate)
 cli.add_command(pack)
+cli.add_command(plan)
 cli.add_command(serve)
 cli.add_command(synth)
 

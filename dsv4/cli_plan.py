@@ -1,0 +1,79 @@
+"""python -m dsv4 plan"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import click
+
+from .cli_support import say
+
+
+def _number(ctx, param, value: float) -> float:
+    if not math.isfinite(value) or value <= 0:
+        raise click.BadParameter(f"expected a number above 0; found {value}")
+    return value
+
+
+def _numbers(*options: tuple[str, float, str]):
+    """Options for positive numbers: (name, default, help)."""
+
+    def add(command):
+        for name, default, text in reversed(options):
+            command = click.option(name, type=float, default=default, show_default=True, callback=_number, help=text)(command)
+        return command
+
+    return add
+
+
+@click.command()
+@click.option("--gpus", default="0", show_default=True, metavar="COUNTxGIB", help="GPUs and the memory of each: 4x22; 0: none.")
+@click.option("--pcie", type=int, default=4, show_default=True, metavar="GENERATION", help="The GPUs' PCIe.")
+@click.option("--lanes", type=int, default=16, show_default=True, help="PCIe lanes to each GPU.")
+@_numbers(
+    ("--ram", 256.0, "Host memory, GiB."),
+    ("--bandwidth", 100.0, "What all cores together read of host memory, GB/s."),
+    ("--gpu-bandwidth", 600.0, "What a GPU reads of its memory, GB/s."),
+    ("--disk", 3.0, "What is read of the disk, GB/s."),
+)
+@click.option("--context", type=click.IntRange(min=1), default=32768, show_default=True, help="Positions of a session.")
+@click.option("--sessions", type=click.IntRange(min=1), default=1, show_default=True, help="Sessions that are open at once.")
+@click.option(
+    "--acceptance", type=float, default=0.75, show_default=True,
+    help="Chance that a drafted token is accepted once those before it were.",
+)  # fmt: skip
+@click.option(
+    "--model", default="real", show_default=True, metavar="real|nano|DIR|CONFIG.json",
+    help="Whose sizes to take. real: the published model with all its 256 experts.",
+)  # fmt: skip
+@click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Routed experts of a layer, if not the model's.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers):
+    """Predict what a machine makes of a model: memory by part, tokens per second, what bounds them.
+
+    From sizes and bandwidths alone, before anything is bought or loaded: a prediction, never a measurement. docs/hardware.md
+    says what it assumes.
+
+    \b
+    Examples:
+      python -m dsv4 plan --gpus 4x22 --ram 256 --pcie 3 --bandwidth 100
+      python -m dsv4 plan --ram 192 --bandwidth 60 --context 100000 --json
+    """
+    from .config import RunConfig
+    from .errors import ConfigError
+    from .planner import Machine, Sizes, parse_gpus, predict, render
+    from .synth import Recipe, read_config
+
+    RunConfig.from_env()  # a misspelt setting is an error here too
+    if not 0 <= acceptance <= 1:
+        raise click.BadParameter(f"expected a number within 0..1; found {acceptance}", param_hint="--acceptance")
+    count, memory = parse_gpus(gpus)
+    machine = Machine(count, memory, **numbers)
+    recipe = Recipe.of(read_config(model), experts=experts)
+    limit = recipe.config.max_position_embeddings
+    if context > limit:
+        raise ConfigError(f"plan: context: expected at most the model's {limit} positions, found {context}")
+    sizes = Sizes.of(recipe.config, recipe.stages, max(1, count))
+    found = predict(machine, sizes, context=context, sessions=sessions, acceptance=acceptance)
+    say(json.dumps(found) if as_json else render(found))
