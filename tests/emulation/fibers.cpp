@@ -62,11 +62,13 @@ dsv4_emu_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    ret
+    popq %rcx
+    jmpq *%rcx
     .size dsv4_emu_switch, .-dsv4_emu_switch
 )");
-static void prepare(Stack& stack, char* memory, void (*entry)()) {
-    void** top = (void**)(memory + STACK) - 2;
+// unused: bytes at a stack's end; stacks that end at the same address modulo a page's size would share cache lines.
+static void prepare(Stack& stack, char* memory, size_t unused, void (*entry)()) {
+    void** top = (void**)(memory + STACK - unused) - 2;
     *top = (void*)entry;  // where the first switch returns to; above it the stack is aligned as at a call
     stack = top - 6;
     memset(stack, 0, 6 * sizeof(void*));
@@ -74,7 +76,7 @@ static void prepare(Stack& stack, char* memory, void (*entry)()) {
 static void swap(Stack& save, Stack& to) { dsv4_emu_switch(&save, to); }
 #else
 using Stack = ucontext_t;
-static void prepare(Stack& stack, char* memory, void (*entry)()) {
+static void prepare(Stack& stack, char* memory, size_t, void (*entry)()) {
     getcontext(&stack);
     stack.uc_stack.ss_sp = memory;
     stack.uc_stack.ss_size = STACK;
@@ -105,11 +107,16 @@ struct Fiber {
 
 // Lanes of a warp that meet: each hands in some bytes, the last to come works out everybody's result.
 struct Exchange {
-    unsigned mask = 0, arrived = 0, left = 0;  // mask 0: free
+    unsigned mask = 0, arrived = 0, left = 0;
     int site = 0;
     bool done = false;
     alignas(16) Bytes in[32], out[32];
     char* token = nullptr;
+};
+
+struct Warp {
+    std::vector<Exchange> exchanges = std::vector<Exchange>(33);  // one more than lanes could hold open
+    uint64_t held = 0;  // which are not free
 };
 
 struct Variable { int id; size_t bytes; void* at; };
@@ -129,7 +136,7 @@ struct Launch {
 struct Worker {  // an OS thread's block
     Launch* launch = nullptr;
     std::vector<Fiber> fibers;
-    std::vector<std::vector<Exchange>> warps;
+    std::vector<Warp> warps;
     std::vector<Variable> variables;
     char* arena = nullptr;
     size_t used = 0, counted = 0;
@@ -137,6 +144,7 @@ struct Worker {  // an OS thread's block
     Fiber* now = nullptr;
     Stack scheduler;
     unsigned finished = 0;
+    size_t turn = 0;  // place in the order of the fiber that runs
     char *tokens = nullptr;  // addresses that stand for synchronisations, one each
     size_t token = 0;
     char* gate = nullptr;  // of the block's next barrier
@@ -151,11 +159,21 @@ struct Worker {  // an OS thread's block
 };
 
 thread_local Place* here = nullptr;
-static thread_local Worker* worker = nullptr;
+static thread_local Worker* worker __attribute__((tls_model("initial-exec"))) = nullptr;
 
-static void to_scheduler(bool last = false) {
+// Go on with the next fiber of the order that can run, or with the scheduler behind the last one.
+static void to_next(bool last = false) {
     Worker& w = *worker;
     Fiber& f = *w.now;
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    const std::vector<unsigned>& order = w.launch->order;
+    while (!w.launch->failed && ++w.turn < order.size()) {
+        Fiber& next = w.fibers[order[w.turn]];
+        if (next.state != State::ready) continue;
+        w.now = &next, here = &next.place;
+        return swap(f.stack, next.stack);
+    }
+#endif
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(last ? nullptr : &f.fake, w.bottom, w.size);
 #endif
@@ -189,13 +207,13 @@ void fail(const char* format, ...) {
     vsnprintf(text, sizeof text, format, list);
     va_end(list);
     record(*worker->launch, where() + ": " + text);
-    for (;;) to_scheduler();
+    for (;;) to_next();
 }
 
 static void wait_as(State state, int site) {
     Fiber& f = *worker->now;
     f.state = state, f.site = site;
-    to_scheduler();
+    to_next();
 }
 
 static char* new_token() {  // of the current worker
@@ -252,12 +270,12 @@ void meet_bytes(unsigned mask, int site, const void* in, size_t in_bytes, void* 
     Worker& w = *worker;
     Fiber& me = *w.now;
     const unsigned bit = 1u << lane(), first = me.place.index & ~31u;
-    auto& warp = w.warps[me.place.index / 32];
+    Warp& warp = w.warps[me.place.index / 32];
     if (!(mask & bit)) fail("warp operation in line %d: lane %u is not in its own mask %08x", line(site), lane(), mask);
-    Exchange *e = nullptr, *free = nullptr;
-    for (Exchange& x : warp) {
-        if (!x.mask) free = free ? free : &x;
-        else if (!x.done && (x.mask & bit)) e = &x;
+    Exchange* e = nullptr;
+    for (uint64_t left = warp.held; left; left &= left - 1) {
+        Exchange& x = warp.exchanges[__builtin_ctzll(left)];
+        if (!x.done && (x.mask & bit)) e = &x;
     }
     if (e && (e->mask != mask || e->site != site))
         fail("warp operation in line %d with mask %08x, while lanes of it wait in line %d with mask %08x", line(site),
@@ -266,8 +284,10 @@ void meet_bytes(unsigned mask, int site, const void* in, size_t in_bytes, void* 
         for (unsigned l = 0; l < 32; l++)
             if ((mask >> l & 1) && w.fibers[first + l].state == State::done)
                 fail("warp operation in line %d: lane %u of its mask %08x has ended", line(site), l, mask);
-        if (!free) fail("warp operation in line %d: too many at once", line(site));
-        e = free;
+        const int number = __builtin_ctzll(~warp.held);
+        if (number >= 33) fail("warp operation in line %d: too many at once", line(site));
+        e = &warp.exchanges[number];
+        warp.held |= 1ull << number;
         e->mask = mask, e->arrived = 0, e->left = mask, e->site = site, e->done = false, e->token = new_token();
     }
     memcpy(e->in[lane()], in, in_bytes);
@@ -284,7 +304,7 @@ void meet_bytes(unsigned mask, int site, const void* in, size_t in_bytes, void* 
     leave(e->token);
     memcpy(out, e->out[lane()], out_bytes);
     e->left &= ~bit;
-    if (!e->left) e->mask = 0;
+    if (!e->left) warp.held &= ~(1ull << (e - warp.exchanges.data()));
 }
 
 // ---------------------------------------------------------------------- blocks
@@ -323,7 +343,7 @@ static void fiber_main() {
     if (!f.copies.empty()) fail("cp.async: %zu copies never waited for", f.copies.size());
     f.state = State::done;
     w.finished++;
-    for (;;) to_scheduler(true);
+    for (;;) to_next(true);
 }
 
 static void run(Worker& w, Fiber& f) {
@@ -377,22 +397,22 @@ static void run_block(Worker& w) {
         f.state = State::ready, f.group = 0;
         f.copies.clear();
         EMU_UNPOISON(f.memory, STACK);
-        prepare(f.stack, f.memory, fiber_main);
+        prepare(f.stack, f.memory, i % 61 * 320, fiber_main);
 #if defined(__SANITIZE_THREAD__)
         if (f.tsan) __tsan_destroy_fiber(f.tsan);
         f.tsan = __tsan_create_fiber(0);
 #endif
     }
-    for (auto& warp : w.warps)
-        for (Exchange& e : warp) e.mask = 0;
+    for (Warp& warp : w.warps) warp.held = 0;
     while (w.finished < threads && !launch.failed) {
         bool ran = false;
-        for (unsigned i : launch.order)
-            if (w.fibers[i].state == State::ready) {
-                run(w, w.fibers[i]);
-                ran = true;
-                if (launch.failed) return;
-            }
+        for (w.turn = 0; w.turn < threads; w.turn++) {
+            Fiber& f = w.fibers[launch.order[w.turn]];
+            if (f.state != State::ready) continue;
+            run(w, f);
+            ran = true;
+            if (launch.failed) return;
+        }
         if (!ran) open_barrier(w, threads);
     }
 }
@@ -427,7 +447,7 @@ static Worker* take_worker(unsigned threads) {
         w->fibers.emplace_back();
         w->fibers.back().memory = map(STACK);
     }
-    while (w->warps.size() * 32 < threads) w->warps.emplace_back(33);
+    while (w->warps.size() * 32 < threads) w->warps.emplace_back();
     return w;
 }
 
