@@ -1,7 +1,9 @@
 """python -m dsv4 plan: bytes that are the model's, times that are bytes over bandwidth, and one line for what is wrong."""
 
 import json
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -199,3 +201,37 @@ def test_text_says_what_json_says(sizes):
     assert "100% on the GPUs" in text and "launches and exchanges" in text
     alone = {**found, "changes": [], "speculation": None}
     assert "No single change" in render(alone) and "Speculation" not in render(alone)
+
+
+# ---------------------------------------------------------------------- docs/hardware.md
+DOC = Path(__file__).resolve().parent.parent / "docs" / "hardware.md"
+SHORT = {"host_memory": "host memory", "pcie": "PCIe", "layers": "launches"}
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")]
+        for line in DOC.read_text("utf-8").splitlines() if line.startswith("|") and "`--" in line]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_the_tables_are_what_the_command_says(capsys, row):
+    _, options, *cells = row
+
+    def ask(*more):
+        status, text, _ = run(capsys, *shlex.split(options.strip("`")), "--json", *more)
+        assert status == 0
+        return json.loads(text)
+
+    found = ask()
+    rate = f"{found['plain']['tok_s']:.1f}"
+    if len(cells) == 3:
+        gpu = found["memory"]["gpu"]
+        assert cells == [f"{gpu['state'] / GIB:.2f}", f"{gpu['experts'] / GIB:.2f}", rate]
+        return
+    speculative = [f"{ask('--acceptance', p)['speculation']['tok_s']:.1f}" for p in ("0.5", "0.75", "0.9")]
+    assert cells == [f"{found['memory']['experts']['on_gpu']:.0%}", rate, *speculative, SHORT[found["bound"]]]
+
+
+def test_the_page_states_the_models_bytes(sizes):
+    text, s = DOC.read_text("utf-8"), sizes[1]
+    read = f"reads {s.read / 1e9:.1f} GB of dense weights, its keys ({s.keys(32768, 1) / 1e9:.2f} GB"
+    assert f"has {s.total / 1e9:.1f} GB of weights" in text and read in text
+    assert f"{43 * 6 * s.expert / 1e9:.1f} GB of the {s.total_experts / 1e9:.0f} GB" in text
+    assert len(ROWS) >= 15
