@@ -22,7 +22,8 @@ struct Best {
 
 // logits [T, vocab] → id [T], margin [T] (infinity where vocab is 1). A block per row.
 extern "C" __global__ void __launch_bounds__(HEAD_THREADS) head_best(const float* logits, int* id, float* margin, int vocab) {
-    __shared__ float first[HEAD_THREADS / 32], second[HEAD_THREADS / 32];
+    __shared__ float first[HEAD_THREADS / 32];
+    __shared__ float second[HEAD_THREADS / 32];
     __shared__ int ids[HEAD_THREADS / 32];
     const float* row = logits + (i64)blockIdx.x * vocab;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
