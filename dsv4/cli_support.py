@@ -18,7 +18,9 @@ from .sizes import parse_size
 
 ENGINE_OPTIONS = (
     click.option(
-        "--backend", metavar="NAME", help="cpu: compiled kernels (default); reference: plain NumPy, very slow."
+        "--backend",
+        metavar="NAME",
+        help="cpu: compiled kernels (default); cuda: an NVIDIA GPU; reference: plain NumPy, very slow.",
     ),
     click.option("--threads", type=int, help="Threads to compute with. Default: OMP_NUM_THREADS, else all cores."),
     click.option("--max-context", type=int, metavar="N", help="Longest prompt and answer together, in tokens."),

@@ -41,13 +41,14 @@ class Crew:
         theirs = pickle.loads(self.comm.broadcast(pickle.dumps((path, settings))))
         return theirs if path is None else (path, settings)
 
-    def neighbours(self) -> tuple[int, int]:
-        """(ranks on this host, those of them that may use the same cores), this one included."""
+    def neighbours(self) -> tuple[int, int, int]:
+        """(ranks on this host, those of them that may use the same cores, both with this one; its place among the first)."""
         cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset([0])
-        here = [theirs for host, theirs in self.comm.everyone((platform.node(), cores)) if host == platform.node()]
-        sharing = sum(not cores.isdisjoint(theirs) for theirs in here)
+        everyone = enumerate(self.comm.everyone((platform.node(), cores)))
+        here = {rank: theirs for rank, (host, theirs) in everyone if host == platform.node()}
+        sharing = sum(not cores.isdisjoint(theirs) for theirs in here.values())
         self.comm.crowded = sharing > len(cores)
-        return len(here), sharing
+        return len(here), sharing, list(here).index(self.comm.rank)
 
     def agree(self, **facts: Any) -> None:
         """Raises ConfigError, on every rank, where the ranks' facts differ."""

@@ -11,6 +11,7 @@ import psutil
 
 from . import __version__
 from .checkpoint import Checkpoint
+from .comm import Nccl
 from .config import ModelConfig, RunConfig
 from .crew import Crew, CrewPool
 from .experts.placement import Placement, hold_draft
@@ -30,7 +31,7 @@ def load_model(
     Raises ConfigError, CheckpointError, CapacityError, BackendError.
     """
     comm = crew.comm
-    on_host, on_cores = crew.neighbours()
+    on_host, on_cores, place = crew.neighbours()
     run = RunConfig.from_env(sharing=on_cores, **settings)
     config = ModelConfig.load(directory)
     split = Split.of(config, comm.rank, comm.size)
@@ -40,12 +41,15 @@ def load_model(
     experts = Placement.of(run, checkpoint, config, layout.stages, split)
     # A block and its committed token are one forward, whatever the chunk.
     headroom = max(run.chunk, 1 + config.dspark.block_size) if stages else run.chunk
+    ops = open_ops(run.backend, threads=run.threads, device=place)
+    held = held_bytes(checkpoint, layout, split)
+    room = ops.room(held - (experts.left_out if experts else 0))
     plan = _plan(
         run,
         config,
-        weights=held_bytes(checkpoint, layout, split),
+        weights=held,
         headroom=headroom,
-        available=psutil.virtual_memory().available // on_host,
+        available=psutil.virtual_memory().available // on_host if room is None else room,
         stages=stages,
         **experts.planned if experts else {},
     )
@@ -60,11 +64,12 @@ def load_model(
         debug=run.debug,
     )
     tokenizer = Tokenizer.load(directory, config)
-    ops = open_ops(run.backend, threads=run.threads)
     report = (lambda done, total: progress("load", done, total)) if progress else None
     store, make_bank = experts.open(ops, run.threads) if experts else (None, None)
     weights = replace(load_weights(checkpoint, config, ops, report, split, make_bank), store=store)
     hold_draft(weights)
+    if run.backend == "cuda" and comm.size > 1:
+        comm = Nccl(comm)  # arrays from device to device; commands as before
     model = Model(config, weights, ops, comm, run.debug)
     pool = CrewPool(
         crew, ops, config, slots=run.max_sessions, max_context=plan.max_context, headroom=headroom, stages=stages

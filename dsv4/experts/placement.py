@@ -49,6 +49,11 @@ class Placement:
         size = self.source.layout.nbytes
         return {"expert_cache": self.slots * size, "staging": 2 * size if self.slots else 0}
 
+    @property
+    def left_out(self) -> int:
+        """Bytes of routed experts that the backend does not hold, because the store brings them."""
+        return sum(self.source.banks.values()) * self.source.layout.nbytes if self.slots else 0
+
     def open(self, ops: Ops, threads: int) -> tuple[Store | None, MakeBank]:
         """The store, if there is one, and who makes the layers' banks."""
         if self.slots:

@@ -141,11 +141,12 @@ class Store:
             for group in groups:
                 matrices = ops.bank([self._matrices[slot] for slot in group.slots], bank.shared)
                 places = ops.table(np.searchsorted(group.experts, chosen[group.rows]).astype(np.int32))
+                rows = ops.table(group.rows)
                 if len(group.rows) == len(chosen):
                     y = ops.moe(x, places, weights, matrices, limit, slices)
                     break
                 y = ops.zeros(x.shape, np.float32) if y is None else y
-                y[group.rows] = ops.moe(x[group.rows], places, weights[group.rows], matrices, limit, slices)
+                y[rows] = ops.moe(x[rows], places, weights[rows], matrices, limit, slices)
         self._release(bank.number)
         return ops.zeros(x.shape, np.float32) if y is None else y
 

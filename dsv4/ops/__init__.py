@@ -88,6 +88,13 @@ class Ops:
 
         return HostStage(slots, slot_bytes)
 
+    def room(self, weights: int) -> int | None:
+        """Bytes of the backend's own memory that are left beside `weights` bytes; None where it computes in the host's.
+
+        Raises CapacityError where the weights alone do not fit.
+        """
+        return None
+
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A zeroed array where the backend computes."""
         raise NotImplementedError
@@ -250,8 +257,9 @@ class Ops:
         raise NotImplementedError
 
 
-def open_ops(name: str, *, threads: int = 1) -> Ops:
-    """The backend called `name`: "cpu" (compiled kernels) or "reference" (NumPy; slow, what every op means).
+def open_ops(name: str, *, threads: int = 1, device: int = 0) -> Ops:
+    """The backend called `name`: "cpu" (compiled kernels), "cuda" (a GPU, number `device`) or "reference" (NumPy; slow,
+    what every op means).
 
     Raises ConfigError for an unknown name, BackendError where the backend cannot run.
     """
@@ -268,4 +276,9 @@ def open_ops(name: str, *, threads: int = 1) -> Ops:
                 "(a plain `pip install .` must be run from outside the checkout: here Python imports the sources)"
             ) from error
         return CpuOps(threads=threads)
-    raise ConfigError(f"backend: expected one of cpu, reference; found {name!r}")
+    if name == "cuda":
+        from .cuda import CudaOps
+        from .kernels import DeviceLauncher
+
+        return CudaOps(DeviceLauncher(device))
+    raise ConfigError(f"backend: expected one of cpu, cuda, reference; found {name!r}")

@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 
 from .. import formats
+from ..errors import CapacityError
 from . import IndexCache, KeyCache, Ops
 from .cuda_base import Array
 from .cuda_dense import DenseMixin
 from .cuda_norm import NormMixin
 from .cuda_rows import RowsMixin
+from .cuda_stage import DeviceStage
 from .kernels import Launcher
+
+_KERNELS = 512 << 20  # bytes kept free for a step's arrays, beyond what the arena holds
 
 
 class CudaOps(DenseMixin, RowsMixin, NormMixin, Ops):
@@ -36,6 +40,20 @@ class CudaOps(DenseMixin, RowsMixin, NormMixin, Ops):
 
     def table(self, array: Array) -> Array:
         return self.upload(array)
+
+    def stage(self, slots: int, slot_bytes: int) -> DeviceStage:
+        return DeviceStage(self.launcher, slots, slot_bytes)
+
+    def room(self, weights: int) -> int:
+        free = self.launcher.free_bytes()
+        left = free - _KERNELS - weights
+        if left < 0:
+            raise CapacityError(
+                f"backend cuda: expected {(weights + _KERNELS) / 1e9:.2f} GB of device memory for the weights and a step's "
+                f"arrays, found {free / 1e9:.2f} GB free; stage the experts (--expert-cache), start more ranks, or use "
+                "--backend cpu"
+            )
+        return left
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.launcher.zeros(shape, dtype)

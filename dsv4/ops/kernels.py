@@ -123,6 +123,9 @@ class Launcher(Protocol):
     def download(self, array: Any) -> np.ndarray:
         """A host copy. Waits for all work so far: the only method that does."""
 
+    def free_bytes(self) -> int:
+        """Device memory that can still be had."""
+
     def address(self, array: Any) -> int:
         """Where a device array begins, for tables of pointers. Whoever puts it into one keeps the array."""
 
@@ -280,6 +283,9 @@ class DeviceLauncher:
 
     def download(self, array: Any) -> np.ndarray:
         return array.get()
+
+    def free_bytes(self) -> int:
+        return self.cupy.cuda.runtime.memGetInfo()[0] + self.pool.free_bytes()
 
     def address(self, array: Any) -> int:
         return array.data.ptr
