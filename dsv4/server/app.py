@@ -213,12 +213,14 @@ class Answer:
         await _json(self.reply.whole())(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
+        """Begins at once, so that a client knows that it was taken, however long it waits and its prompt is."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        self.begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if self.reply.pending:
+            await _event(send, self.reply.chunk())
         async with aclosing(self._batches()) as turns:
             async for _ in turns:
-                if not self.begun:
-                    self.begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
                 if self.reply.pending:
                     await _event(send, self.reply.chunk())
         if self.reply.asked.include_usage:
