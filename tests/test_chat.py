@@ -1,6 +1,7 @@
 """The prompt format: published vectors byte for byte, turns, tools, ids, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -292,3 +293,10 @@ def test_an_answer_survives_being_written_and_read():
     said = answer("Look:", call("f", arguments), call("g"), reasoning="hm")
     text = encode([HELLO, said], thinking=True).partition("<think>")[2]
     assert parse(text, thinking=True) == said
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = Path(__file__).resolve().parent.parent / "docs" / "chat.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    exec(compile(code, str(page), "exec"), {})
+    assert capsys.readouterr().out.startswith("Once upon a time, Elsa lived near the mill.")
