@@ -105,5 +105,5 @@ extern "C" __global__ void decode_keys(const u8* codes, const u8* scales, const 
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (i64)n * dim) return;
     const KeyCache cache = key_cache(codes, scales, rope, dim, rope_dim);
-    out[i] = bf16_value(key_dim(cache, where[i / dim], (int)(i % dim)));
+    out[i] = key_dim(cache, where[i / dim], (int)(i % dim));
 }

@@ -1,6 +1,7 @@
 // All inline PTX of the project, each function beside its twin for the tests' emulation.
 //
 //   mma_fp16     D[16, 8] = A[16, 16] · B[16, 8] + D, A and B fp16, D float32; products are exact, sums float32
+//   fp16_pair    two float32 rounded to fp16, the first in the low half; fp16_low, fp16_high: back again, exact
 //   copy16       16 bytes from global to shared memory, behind the program's back where the card can (sm_80+)
 //
 // Fragments, lane = 4 g + t (PTX manual, mma.m16n8k16 and m16n8k8): words of two fp16, low half first
@@ -53,6 +54,10 @@ __device__ __forceinline__ void mma_fp16(float d[4], const u32 a[4], const u32 b
 #endif
 }
 
+__device__ __forceinline__ u32 fp16_pair(float low, float high) { return fp16_bits(low) | fp16_bits(high) << 16; }
+__device__ __forceinline__ float fp16_low(u32 pair) { return fp16_value(pair & 0xffff); }
+__device__ __forceinline__ float fp16_high(u32 pair) { return fp16_value(pair >> 16); }
+
 __device__ __forceinline__ void copy16(void* shared, const void* global) { emu::copy_later(shared, global, 16); }
 __device__ __forceinline__ void copy_commit() { emu::copy_commit(); }
 template <int NEWEST> __device__ __forceinline__ void copy_wait() { emu::copy_wait(NEWEST); }
@@ -72,6 +77,22 @@ __device__ __forceinline__ void mma_fp16(float d[4], const u32 a[4], const u32 b
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
+}
+
+__device__ __forceinline__ u32 fp16_pair(float low, float high) {
+    u32 pair;
+    asm("{ .reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }" : "=r"(pair) : "f"(low), "f"(high));
+    return pair;
+}
+__device__ __forceinline__ float fp16_low(u32 pair) {
+    float x;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(x) : "r"(pair));
+    return x;
+}
+__device__ __forceinline__ float fp16_high(u32 pair) {
+    float x;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(x) : "r"(pair));
+    return x;
 }
 
 #if __CUDA_ARCH__ >= 800

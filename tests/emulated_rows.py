@@ -17,14 +17,14 @@ class EmulatedRows(RowsMixin, ReferenceOps):
     name = "emulated"
 
     def __init__(self, order: int = FORWARD, shift: int = 0):
-        """shift: items by which the arrays that the ops make begin after a 64-byte boundary."""
+        """shift: items by which the arrays that the ops make begin after a 64-byte boundary; fragments (uint32) never do."""
         self.launcher, self.shift = EmulatedLauncher(order), shift
 
     def empty(self, shape, dtype=np.float32):
         dtype = np.dtype(dtype)
-        size = int(np.prod(shape)) * dtype.itemsize
-        room = np.full(size + 128 + self.shift * dtype.itemsize, 0xFF, np.uint8)
-        start = -room.ctypes.data % 64 + self.shift * dtype.itemsize
+        size, shift = int(np.prod(shape)) * dtype.itemsize, 0 if dtype == np.uint32 else self.shift * dtype.itemsize
+        room = np.full(size + 128 + shift, 0xFF, np.uint8)
+        start = -room.ctypes.data % 64 + shift
         return room[start : start + size].view(dtype).reshape(shape)
 
     def moved(self, array: np.ndarray) -> np.ndarray:

@@ -18,7 +18,6 @@ from .cuda_base import Array, CudaBase
 THREADS = 256  # of a block where each thread works by itself
 WARPS = 4  # of a block where each warp does
 TILE = 32  # keys that attention takes at a time
-HEADS = 2  # of a warp in attention
 BLOCKS = 128  # that fill a card; with fewer, attention takes the tiles of a row side by side
 SCRATCH = 1 << 24  # floats of scratch memory that a launch may ask for
 SCORED = 128  # entries that a block of index_scores takes at a time
@@ -91,60 +90,61 @@ class RowsMixin(CudaBase):
     # ------------------------------------------------------------------ attention
     def attend(self, q: Array, sink: Array, parts: list[tuple[KeyCache, Array]]) -> Array:
         (t, heads, dim), out = q.shape, self.empty(q.shape)
-        if not 1 <= len(parts) <= 2 or dim > 512:
-            raise InputError(f"attend: expected one or two parts and at most 512 dims, found {len(parts)} and {dim}")
-        for cache, places in parts:
-            if cache.codes.shape[1] + cache.rope.shape[1] != dim or len(places) != t:
-                raise InputError(f"attend: expected keys of {dim} dims and places of {t} rows, found others")
-        if not t:
-            return out
+        groups = self._attend_groups(q, parts)
         (cache0, places0), (cache1, places1) = parts[0], parts[-1]
         n0, n1 = places0.shape[1], places1.shape[1] if len(parts) == 2 else 0
-        listed, counts = self.empty((t, n0 + n1), i32), self.empty((t, 2), i32)
-        self.run("attention.cu", "attend_list", (t,), (256,), places0, i32(n0), places1, i32(n1), listed, counts,
-                 defines=self._chunks(dim))  # fmt: skip
-        caches = (*cache0, *cache1)
-        sizes = i32(heads), i32(dim), i32(cache0.rope.shape[1]), i32(n0 + n1), f32(1 / math.sqrt(dim))
-        if t * self._head_blocks(heads)[0] >= BLOCKS or n0 + n1 <= TILE:
-            self._attend_rows(q, sink, listed, counts, caches, out, sizes)
-            return out
-        tiles = -(-(n0 + n1) // TILE)
-        some = max(1, SCRATCH // (tiles * heads * dim))
+        blocks, tiles = -(-heads // 16), -(-(n0 + n1) // TILE)
+        aside = t * blocks < BLOCKS and tiles > 1  # tiles side by side, or one after the other
+        need = blocks * groups * 1024 + (tiles * heads * dim if aside else 0)
+        some = max(1, min(SCRATCH // need, 65535))
         for start in range(0, t, some):
             rows = slice(start, min(start + some, t))
-            self._attend_tiles(q[rows], sink, listed[rows], counts[rows], caches, out[rows], sizes, tiles)
+            lists = self._attend_prepare(q[rows], (places0[rows], i32(n0), places1[rows], i32(n1)), groups, dim - cache0.codes.shape[1])
+            caches = (*cache0, *cache1)
+            sizes = i32(heads), i32(dim), i32(cache0.rope.shape[1]), i32(n0 + n1), f32(1 / math.sqrt(dim))
+            if aside:
+                self._attend_tiles(out[rows], sink, lists, caches, sizes, groups, tiles)
+            else:
+                grid, how = (len(out[rows]), blocks), self._attend_how(groups)
+                self.run("attention.cu", "attend_rows", grid, (128,), *lists, *caches, sink, out[rows], *sizes, **how)
         return out
 
-    @staticmethod
-    def _chunks(dim: int) -> dict[str, int]:
-        return {"CHUNKS": -(-dim // 256)}
+    def _attend_groups(self, q: Array, parts: list[tuple[KeyCache, Array]]) -> int:
+        """Groups of 64 dims: as many as a key has scales, and one of rotated dims."""
+        if not 1 <= len(parts) <= 2:
+            raise InputError(f"attend: expected one or two parts, found {len(parts)}")
+        t, _, dim = q.shape
+        for cache, places in parts:
+            plain, rope_dim = cache.codes.shape[1], cache.rope.shape[1]
+            if plain + rope_dim != dim or len(places) != t:
+                raise InputError(f"attend: expected keys of {dim} dims and places of {t} rows, found {plain + rope_dim} and {len(places)}")
+            if rope_dim > 64 or plain > 448:
+                raise InputError(f"attend: expected keys of at most 448 plain and 64 rotated dims, found {plain} and {rope_dim}")
+        return -(-plain // 64) + 1
 
     @staticmethod
-    def _head_blocks(heads: int) -> tuple[int, int]:
-        """(blocks for a row's heads, warps of each)."""
-        warps = min(8, -(-heads // HEADS))
-        return -(-heads // (HEADS * warps)), warps
+    def _attend_how(groups: int) -> dict[str, Any]:
+        """The shared memory of a block (SHARED_BYTES in attention.cu) and its macros."""
+        floats = groups * 16 + groups * TILE + 16 * 40 + 96
+        return {"shared": groups * 4096 + 4 * floats + TILE * (64 * (groups - 1) + 16 + 144), "defines": {"GROUPS": groups}}
 
-    def _attend_shape(self, q: Array) -> tuple[int, tuple[int], dict[str, Any]]:
-        """(blocks for a row's heads, threads of a block, its shared memory and macros)."""
-        blocks, warps = self._head_blocks(q.shape[1])
-        chunks = self._chunks(q.shape[2])
-        shared = TILE * 256 * chunks["CHUNKS"] * 2 + warps * HEADS * TILE * 4
-        return blocks, (32 * warps,), {"shared": shared, "defines": chunks}
-
-    def _attend_rows(self, q, sink, listed, counts, caches, out, sizes) -> None:
-        """A block goes through all of a row's tiles."""
-        blocks, block, how = self._attend_shape(q)
-        self.run("attention.cu", "attend_rows", (len(q), blocks), block, q, sink, listed, counts, *caches, out, *sizes, **how)
-
-    def _attend_tiles(self, q, sink, listed, counts, caches, out, sizes, tiles: int) -> None:
-        """A block for every tile, and one that joins them."""
-        blocks, block, how = self._attend_shape(q)
+    def _attend_prepare(self, q: Array, places: tuple, groups: int, rope_dim: int) -> tuple[Array, ...]:
+        """(keys that each row sees, their numbers, its queries as fragments, the scales of these)."""
         t, heads, dim = q.shape
+        blocks, width = -(-heads // 16), int(places[1] + places[3])
+        listed, counts = self.empty((t, width), i32), self.empty((t, 2), i32)
+        fragments, scales = self.empty((t, blocks, groups * 1024), np.uint32), self.empty((t, blocks, groups, 16))
+        self.run("attention.cu", "attend_prepare", (t, 1 + blocks), (THREADS,), q, *places, listed, counts, fragments, scales,
+                 i32(heads), i32(dim), i32(rope_dim), defines={"GROUPS": groups})  # fmt: skip
+        return listed, counts, fragments, scales
+
+    def _attend_tiles(self, out: Array, sink: Array, lists: tuple, caches: tuple, sizes: tuple, groups: int, tiles: int) -> None:
+        """A block for every tile, and one that joins them."""
+        t, heads, dim = out.shape
         seen, part = self.empty((t, heads, tiles, 2)), self.empty((t, heads, tiles, dim))
-        grid = (tiles, blocks, t)
-        self.run("attention.cu", "attend_tiles", grid, block, q, listed, counts, *caches, seen, part, *sizes, **how)
-        self.run("attention.cu", "attend_merge", (t * heads,), (128,), seen, part, sink, counts, out,
+        grid, how = (tiles, -(-heads // 16), t), self._attend_how(groups)
+        self.run("attention.cu", "attend_tiles", grid, (128,), *lists, *caches, seen, part, *sizes, **how)
+        self.run("attention.cu", "attend_merge", (t * heads,), (128,), seen, part, sink, lists[1], out,
                  i32(heads), i32(dim), i32(tiles), defines=how["defines"])  # fmt: skip
 
     # ------------------------------------------------------------------ compressor
