@@ -1,0 +1,316 @@
+"""The store: random steps against all experts in memory, late copies, missing waits, files and stages that fail."""
+
+import threading
+
+import numpy as np
+import pytest
+from compare import same_bits
+from staging_stages import INNER, SLICES, D, FileExperts, LateStage
+
+from dsv4.errors import BackendError, CheckpointError, ConfigError, InputError
+from dsv4.experts.cache import Cache
+from dsv4.experts.store import Store, slots_for
+from dsv4.ops import open_ops
+
+K = 2
+BANKS = {"layers.0.": 12, "layers.1.": 12, "layers.2.": 12, "mtp.0.": 9}
+
+
+class Model:
+    """Banks of one set of experts: in memory (`plain`), and in a store whose stage is `stage`."""
+
+    def __init__(self, path, slots, threads=1, make_stage=LateStage, backend="cpu"):
+        self.ops, self.source = open_ops(backend, threads=threads), FileExperts(path, BANKS)
+        rng = np.random.default_rng(1)
+        self.fixed = rng.integers(0, 12, (40, K)).astype(np.int64)
+        self.calls = 0
+        if make_stage:
+            self.ops.stage = lambda slots, size: make_stage(slots, size, clock=lambda: self.calls)
+        self.store = Store(self.ops, self.source, slots, K, threads)
+        self.stage = self.store._stage
+        self.plain, self.staged = {}, {}
+        for number, prefix in enumerate(BANKS):
+            shared = tuple(
+                self.ops.matrix("fp8", rng.integers(0, 0x60, (n, k), np.uint8), np.full((-(-n // 128), -(-k // 128)), 118, np.uint8))
+                for n, k in ((INNER, D), (D, INNER), (INNER, D))
+            )
+            self.plain[prefix] = self.ops.bank(self.source.matrices(self.ops, prefix), shared)
+            self.staged[prefix] = self.store.bank(prefix, shared, self.fixed if number < 2 else None)
+
+    def step(self, rng, most=12):
+        """A forward of random rows through all banks; differences are raised."""
+        tokens = rng.integers(0, 40, int(rng.integers(1, most + 1)))
+        self.store.begin(tokens)
+        for prefix in BANKS:
+            if self.staged[prefix].fixed is not None:
+                ids = np.sort(self.fixed[tokens], axis=1).astype(np.int32)
+            else:
+                n = BANKS[prefix]
+                ids = np.stack([np.sort(rng.choice(n, K, replace=False)) for _ in tokens]).astype(np.int32)
+            x = rng.standard_normal((len(tokens), D), np.float32)
+            weights = rng.random((len(tokens), K), np.float32)
+            expected = self.ops.moe(x, ids, weights, self.plain[prefix], 7.0, SLICES)
+            assert np.isfinite(expected).all() and expected.any()
+            found = self.store.moe(x, ids, weights, self.staged[prefix], 7.0, SLICES)
+            same_bits(found, expected, prefix)
+
+    def run(self, seed, steps, most=12):
+        rng = np.random.default_rng(seed)
+        for _ in range(steps):
+            self.step(rng, most)
+
+
+ALL = sum(BANKS.values())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("slots", [K, K + 1, 2 * K, 7, 20, ALL])
+def test_random_steps_give_the_bits_of_resident_experts(tmp_path, slots, threads):
+    model = Model(tmp_path / "experts", slots, threads)
+    model.store.hold([model.staged["mtp.0."]])
+    model.run(seed=slots + threads, steps=12)
+    assert not model.stage.early
+    counted = model.store.counters
+    assert counted.bytes_staged >= counted.misses * model.source.layout.nbytes > 0 and counted.stall_s > 0
+    assert model.store._cache.room() == slots - held(slots)  # nothing is left pinned
+
+
+def held(slots):
+    return min(BANKS["mtp.0."], max(0, min(slots // 2, slots - 2 * K)))
+
+
+def test_the_reference_backend_too(tmp_path):
+    Model(tmp_path / "experts", 6, backend="reference").run(seed=3, steps=4, most=5)
+
+
+@pytest.mark.parametrize("left_out", ["free", "settle"])
+def test_a_wait_that_is_left_out_changes_bits(tmp_path, left_out):
+    """The control: without the wait before a buffer is written again, or before computing, the stress test fails."""
+    waits = {"free", "settle"} - {left_out}
+    model = Model(tmp_path / "experts", 2 * K, 2, lambda *a, **k: LateStage(*a, delay=5e-3, waits=waits, **k))
+    with pytest.raises(AssertionError, match="differ"):
+        model.run(seed=1, steps=20)
+
+
+def test_copies_come_after_the_work_that_reads_the_slot(tmp_path, monkeypatch):
+    """A mark that is taken too early is noticed by this stage."""
+    for early in (False, True):
+        model = Model(tmp_path / "experts", 5)
+        compute = model.ops.moe
+        model.ops.bank = lambda experts, shared, make=model.ops.bank: ([*experts], make(experts, shared))
+
+        def moe(x, ids, weights, bank, *rest):
+            if isinstance(bank, tuple):  # of the store
+                model.calls += 1
+                for slot, matrices in enumerate(model.store._matrices):
+                    if any(matrices is one for one in bank[0]):
+                        model.stage.used[slot] = model.calls
+                bank = bank[1]
+            return compute(x, ids, weights, bank, *rest)
+
+        monkeypatch.setattr(model.ops, "moe", moe)
+        if early:
+            model.stage.mark = lambda: 0
+        model.run(seed=2, steps=6)
+        assert bool(model.stage.early) == early and model.calls > 50
+
+
+# ---------------------------------------------------------------------- faults
+def test_a_file_that_shrinks_is_one_clear_line_and_the_store_goes_on(tmp_path):
+    model = Model(tmp_path / "experts", 6, 2)
+    model.run(seed=1, steps=2)
+    whole = (tmp_path / "experts").read_bytes()
+    with open(tmp_path / "experts", "r+b") as file:
+        file.truncate(len(whole) // 3)
+        for seed in range(3):
+            with pytest.raises(CheckpointError, match=r"experts: \S+: expected whole tensors.*found the end of the file") as caught:
+                model.run(seed=seed, steps=4)
+            assert "\n" not in str(caught.value)
+        file.write(whole)
+    model.run(seed=5, steps=6)
+    assert model.store._cache.room() == 6
+
+
+def test_a_nan_scale_is_found_when_it_is_read(tmp_path):
+    model = Model(tmp_path / "experts", 6)
+    expert = model.source.first["layers.2."] + 5
+    with open(tmp_path / "experts", "r+b") as file:
+        file.seek(expert * model.source.layout.nbytes + model.source.layout.starts[3] + 77)
+        file.write(b"\xff")
+    with pytest.raises(CheckpointError, match=r"layers\.2\.5\.3: .*NaN \(0xFF\) scale"):
+        model.run(seed=1, steps=9)
+
+
+@pytest.mark.parametrize("method", ["send", "free"])
+def test_a_stage_that_fails_is_heard_in_the_forward(tmp_path, method):
+    model = Model(tmp_path / "experts", 6, 2)
+    good, calls = getattr(model.stage, method), []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) % 5 == 4:
+            raise BackendError("copy: the device is gone")
+        return good(*arguments)
+
+    setattr(model.stage, method, failing)
+    rng, failed = np.random.default_rng(0), 0
+    for _ in range(12):
+        try:
+            model.step(rng)
+        except BackendError as error:
+            failed += 1
+            assert str(error) == "copy: the device is gone"
+    assert failed > 3
+    setattr(model.stage, method, good)
+    rng = np.random.default_rng(1)
+    for _ in range(9):  # what was sent ahead may still have to say so, once
+        try:
+            model.step(rng)
+        except BackendError:
+            failed += 1
+    model.run(seed=2, steps=4)
+
+
+def test_an_error_in_the_computation_leaves_nothing_pinned(tmp_path):
+    model = Model(tmp_path / "experts", 6)
+    with pytest.raises(InputError):
+        model.store.moe(np.zeros((3, D), np.float32)[:, ::2], np.array([[0, 1], [2, 3], [4, 5]], np.int32),
+                        np.ones((3, 2), np.float32), model.staged["layers.2."], 7.0, SLICES)  # fmt: skip
+    assert model.store._cache.room() == 6
+    model.run(seed=1, steps=2)
+
+
+# ---------------------------------------------------------------------- what is fetched, and when
+def test_rows_that_are_ready_compute_while_others_are_read(tmp_path):
+    """The second row's experts arrive only after the first row has been computed."""
+    model = Model(tmp_path / "experts", 8)
+    x, weights = np.ones((2, D), np.float32), np.ones((2, K), np.float32)
+    run = lambda ids: model.store.moe(x[: len(ids)], np.array(ids, np.int32), weights[: len(ids)], model.staged["layers.2."], 7.0, SLICES)  # noqa: E731
+    run([[0, 1]])
+    computed, send, order = threading.Event(), model.stage.send, []
+
+    def waiting(*arguments):
+        assert computed.wait(30)
+        send(*arguments)
+
+    moe = model.ops.moe
+
+    def noting(x, *rest):
+        order.append(len(x))
+        computed.set()
+        return moe(x, *rest)
+
+    model.stage.send, model.ops.moe = waiting, noting
+    run([[2, 3], [0, 1]])
+    assert order == [1, 1]
+
+
+def test_an_expert_is_read_while_the_one_before_is_copied(tmp_path):
+    """Copies that are made only when the next one is asked for: with one buffer, each would have to be waited for."""
+
+    class Lazy(LateStage):
+        held, waited = [], 0
+
+        def make(self):
+            for half, slot in self.held:
+                self._slots[slot] = self.buffers[half]
+            self.held = []
+
+        def send(self, half, slot, mark):
+            self.make()
+            self.held = [(half, slot)]
+
+        def free(self, half):
+            self.waited += any(half == held for held, _ in self.held)
+
+        settle = make
+
+    model = Model(tmp_path / "experts", ALL, 1, Lazy)
+    model.run(seed=0, steps=4)
+    assert model.stage.waited == 0 and model.store.counters.misses > 20
+
+
+def test_hash_layers_are_read_before_their_turn(tmp_path):
+    model = Model(tmp_path / "experts", 30)
+    tokens = np.array([3, 4, 5])
+    model.store.begin(tokens)
+    counted = model.store.counters
+    needed = sum(len(np.unique(model.fixed[tokens])) for _ in range(2))
+    assert counted.prefetched == needed and counted.misses == 0
+    for prefix in ("layers.0.", "layers.1."):
+        model.store.moe(np.ones((3, D), np.float32), model.fixed[tokens].astype(np.int32), np.ones((3, K), np.float32),
+                        model.staged[prefix], 7.0, SLICES)  # fmt: skip
+    assert counted.misses == 0 and counted.hits == needed and counted.bytes_staged == needed * model.source.layout.nbytes
+    assert model.store._cache.room() == 30
+
+
+def test_the_draft_is_resident_and_stays(tmp_path):
+    model = Model(tmp_path / "experts", 22)
+    model.store.hold([model.staged["mtp.0."]])
+    model.run(seed=1, steps=10)
+    assert (model.store._cache.place[3, :9] >= 0).all()
+    before = model.store.counters.misses
+    model.store.moe(np.ones((4, D), np.float32), np.array([[0, 8], [1, 7], [2, 6], [3, 5]], np.int32),
+                    np.ones((4, K), np.float32), model.staged["mtp.0."], 7.0, SLICES)  # fmt: skip
+    assert model.store.counters.misses == before
+
+
+# ---------------------------------------------------------------------- which expert goes
+def take(cache, bank, experts):
+    slots, missing = cache.pin(bank, np.array(experts))
+    cache.count(bank, np.array(experts))
+    cache.unpin(slots)
+    return missing.tolist()
+
+
+def test_the_least_used_expert_goes():
+    cache = Cache(3, [8, 8])
+    for _ in range(3):
+        take(cache, 0, [0, 1])
+    assert take(cache, 0, [2]) == [True]
+    assert take(cache, 1, [2]) == [True]  # takes the place of (0, 2)
+    assert take(cache, 0, [0, 1]) == [False, False] and take(cache, 0, [2]) == [True]
+
+
+def test_old_choices_count_less():
+    cache = Cache(2, [8])
+    for _ in range(9):
+        take(cache, 0, [0])
+    for _ in range(400):
+        cache.age()
+    take(cache, 0, [1])
+    take(cache, 0, [2])  # one choice now is more than nine long ago
+    assert take(cache, 0, [1]) == [False] and take(cache, 0, [0]) == [True]
+    for _ in range(40_000):
+        cache.age()  # weights stay finite
+    take(cache, 0, [5])
+    assert np.isfinite(cache._score).all() and cache._score[0, 5] > cache._score[0, 0]
+
+
+def test_a_pinned_expert_stays():
+    cache = Cache(3, [8])
+    slots, _ = cache.pin(0, np.array([0]))
+    for e in range(1, 8):
+        take(cache, 0, [e])
+        take(cache, 0, [e])
+    assert take(cache, 0, [0]) == [False] and cache.room() == 2
+    cache.unpin(slots)
+    assert cache.room() == 3
+
+
+def test_a_load_that_failed_late_does_not_touch_the_slots_next_owner():
+    cache = Cache(1, [4])
+    slots, _ = cache.pin(0, np.array([0]))
+    cache.unpin(slots)
+    again, _ = cache.pin(0, np.array([1]))
+    cache.forget(slots, 0, np.array([0]))
+    assert cache.place[0].tolist() == [-1, again[0], -1, -1]
+    cache.forget(again, 0, np.array([1]))
+    assert cache.place[0].tolist() == [-1] * 4
+
+
+# ---------------------------------------------------------------------- budgets
+def test_budgets():
+    assert slots_for(600, 100, 6, 1000) == 6 and slots_for(1999, 100, 6, 1000) == 19 and slots_for(1 << 40, 100, 6, 50) == 50
+    with pytest.raises(ConfigError, match="at least 600 bytes, the 6 experts of one row at 100 bytes each on this rank; found 599"):
+        slots_for(599, 100, 6, 1000)
