@@ -144,10 +144,10 @@ class Chat:
         ends, reason, count = self.engine.config.eos_token_ids, "length", 0
         before = replace(self._rounds.counters)
         start = first = time.perf_counter()
-        new = self._reuse(ids)
+        self._reuse(ids)
         limit = min(room, self.params.max_tokens)
-        with closing(settled(self.session, new, limit, self._rounds, self._progress)) as pairs:
-            for count, (token, _) in enumerate(pairs, 1):
+        with closing(settled(self.session, ids, limit, self._rounds, self._progress)) as found:
+            for count, (token, *_) in enumerate(found, 1):
                 first = time.perf_counter() if count == 1 else first
                 if token in ends:
                     reason = "stop"
@@ -169,8 +169,8 @@ class Chat:
         if self._stop:
             raise Stopped
 
-    def _reuse(self, ids: Sequence[int]) -> Sequence[int]:
-        """Bring the session to the longest beginning of `ids` it can have → the tokens that are still to run."""
+    def _reuse(self, ids: Sequence[int]) -> None:
+        """Bring the session to the longest beginning of `ids` it can have, at least one token short of them."""
         keep = min(_common(self.session.tokens, ids), len(ids) - 1)
         try:
             self.session.rewind(keep)
@@ -185,7 +185,6 @@ class Chat:
             if self.session.position < len(ids) - 1:
                 self.session.prefill(ids[self.session.position : -1], lambda done, total: self._progress("", done, total))
             self._kept = self.session.snapshot()
-        return ids[self.session.position :]
 
     def close(self) -> None:
         """Give the session back. Closing twice is fine."""

@@ -3,8 +3,10 @@
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +128,16 @@ def test_a_script_ends_at_its_first_mistake():
 def test_wrong_options(options, words):
     done = run("", *options)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.mpi
+def test_two_ranks_say_what_one_says():
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("no mpirun")
+    lines, options = "Write a short story about Elsa.\n/think on\nHello\n/quit\n", ["--max-tokens", "20", "--threads", "1"]
+    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+           "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}  # fmt: skip
+    done = subprocess.run([mpirun, "-n", "2", *COMMAND, *options], input=lines, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == run(lines, *options).stdout and "Once upon a time" in done.stdout
