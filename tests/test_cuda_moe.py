@@ -5,7 +5,7 @@ import pytest
 from compare import rel_l2, same_bits
 from cpu_cases import inputs, weights
 from cuda_ops import HostOps, emulated
-from emulation.launcher import REVERSE
+from emulation.launcher import REVERSE, EmulatedLauncher
 from test_cpu_moe import CASES, bank_of, layer, routing
 
 from dsv4.errors import CheckpointError, InputError
@@ -145,6 +145,33 @@ def test_no_rows(cuda):
     w = cuda.matrix(*weights("bf16", 4, 128))
     ids, weight = cuda.gate(inputs(0, 128), w, None, None, np.zeros(0, np.int32), 2, 1.0)
     assert ids.shape == weight.shape == (0, 2)
+
+
+@pytest.mark.parametrize("t, experts, k, height", [(1, 8, 2, 8), (9, 70, 6, 8), (40, 3, 2, 8), (130, 33, 5, 64), (5, 1, 1, 32)])
+def test_plan(t, experts, k, height):
+    """Entries by expert, rows ascending; every output is written, whatever was there."""
+    ids, weight = routing(t, experts, k)
+    ids[t // 2, 0] = experts if t > 1 else -1
+    n, most = t * k, min(experts, t * k) + t * k // height
+    rows, place, count = np.full(n + t, 77, np.int32), np.full((t, k), 77, np.int32), np.full(1, 77, np.int32)
+    factor, tiles = np.full(n + t, 77, np.float32), np.full((most, 3), 77, np.int32)
+    kernel = EmulatedLauncher().compile("moe.cu").kernel("plan")
+    sizes = map(np.int32, (t, k, experts, height))
+    kernel((1,), (512,), (ids, weight, rows, factor, place, tiles, count, *sizes), shared=8 * experts)
+    choices = [(e, i) for i, e in enumerate(ids.ravel()) if 0 <= e < experts]
+    order = [i for _, i in sorted(choices)]
+    expected = np.full(n, -1, np.int32)
+    expected[order] = np.arange(len(order))
+    same_bits(place.ravel(), expected)
+    same_bits(rows[: len(order)], np.int32(order) // np.int32(k))
+    same_bits(factor[: len(order)], weight.ravel()[order])
+    same_bits(rows[n:], np.arange(t, dtype=np.int32))
+    assert (factor[n:] == 1).all()
+    found = []
+    for e in range(experts):
+        own = [expected[i] for other, i in choices if other == e]
+        found += [(e, own[at], min(height, len(own) - at)) for at in range(0, len(own), height)]
+    assert count[0] == len(found) <= most and np.array_equal(tiles[: len(found)], found)
 
 
 # ---------------------------------------------------------------------------------------------- activation
