@@ -49,11 +49,15 @@ class PackedExperts:
         except OSError as error:
             raise self._error("a packed file that can be read", error.strerror) from None
         header, self._start = self._header()
-        self._compare(header, "identity", identity, "of the checkpoint", "`pack` the checkpoint again")
         parts = header.get("parts")
-        self._compare(header, "parts", split.experts, "experts divided in", f"`pack --ranks {split.size}`")
-        for name, value in (("banks", self.banks), ("shapes", [list(shape) for shape in self.layout.shapes])):
-            self._compare(header, name, value, "the model's", "`pack` the checkpoint again")
+        if header.get("identity") != identity:
+            raise self._error(f"a copy of checkpoint {identity[:12]}", f"one of {str(header.get('identity'))[:12]}; pack it again")
+        if parts != split.experts:
+            raise self._error(
+                f"experts divided among {split.experts}, as on {split.size} rank(s)", f"{parts} parts; pack it with --ranks {split.size}"
+            )
+        if (header.get("banks"), header.get("shapes")) != (self.banks, [list(shape) for shape in self.layout.shapes]):
+            raise self._error("the layers and sizes of the checkpoint", "others: damaged; pack it again")
         self._total = sum(self.banks.values())
         self._first = (split.rank if parts > 1 else 0) * self._total
         self._records = dict(zip(self.banks, np.cumsum([0, *self.banks.values()]).tolist()))
@@ -64,12 +68,6 @@ class PackedExperts:
 
     def _error(self, expected: str, found: Any) -> CheckpointError:
         return CheckpointError(f"packed experts {self.path}: expected {expected}; found {found}")
-
-    def _compare(self, header: dict, name: str, value: Any, what: str, do: str) -> None:
-        found = header.get(name)
-        if found != value:
-            shown = (str(v)[:12] if isinstance(v, (str, int)) else "others" for v in (value, found))
-            raise self._error(f"{name} {next(shown)} ({what}; {do})", next(shown))
 
     def _header(self) -> tuple[dict, int]:
         """(header, where the experts begin)"""
