@@ -58,7 +58,7 @@ stamp() {
 }
 
 setup() {
-  local extra=${1:-run} now
+  local extra=${1:-run} extras now
   python=$venv/bin/python
   if ! [ -x "$python" ] || ! "$python" -m pip --version >/dev/null 2>&1; then
     need_system
@@ -72,11 +72,9 @@ setup() {
   fi
   need_system
   say "installing into $venv (compiles the kernels; about a minute)"
-  if [ "$extra" = run ]; then
-    "$python" -m pip install --quiet --disable-pip-version-check -e "$root" >&2 || fail "installation failed (see above)"
-  else
-    "$python" -m pip install --quiet --disable-pip-version-check -e "$root[$extra]" >&2 || fail "installation failed (see above)"
-    echo "$now" >"$venv/.dsv4-run"
-  fi
+  extras=$extra
+  [ "$extra" != run ] || extras=chat,serve
+  "$python" -m pip install --quiet --disable-pip-version-check -e "$root[$extras]" >&2 || fail "installation failed (see above)"
+  [ "$extra" = run ] || echo "$now" >"$venv/.dsv4-run"
   echo "$now" >"$venv/.dsv4-$extra"
 }
