@@ -25,6 +25,7 @@ from . import nvrtc
 OLDEST = 75  # compute capability: the first with the tensor-core instructions that mma.cuh uses
 _PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel may have without asking
 _NULL = np.uint64(0)
+_EXTRAS = (12, 13)  # CUDA versions that dsv4[cuda…] exists for
 _CPU = "use --backend cpu"
 _INSTALL = "install dsv4[cuda12] or dsv4[cuda13], or use --backend cpu"
 
@@ -157,9 +158,10 @@ def open_cupy(index: int, cupy: Any = None) -> Any:
     if not driver:
         raise BackendError(f"backend cuda: expected an NVIDIA driver, found none; install one, or {_CPU}")
     if driver // 1000 < built // 1000:
+        fitting = f"dsv4[cuda{driver // 1000}] or " if driver // 1000 in _EXTRAS else ""
         raise BackendError(
             f"backend cuda: CuPy is made for CUDA {built // 1000}, the driver knows up to {driver // 1000}."
-            f"{driver % 1000 // 10}; install dsv4[cuda{driver // 1000}] or a newer driver, or {_CPU}"
+            f"{driver % 1000 // 10}; install {fitting}a newer driver, or {_CPU}"
         )
     try:
         count = runtime.getDeviceCount()
