@@ -72,7 +72,7 @@ class PrefixStore:
             arrays = dict(found.arrays)
             logits = arrays.pop(LOGITS, None)
             session.restore(replace(found, arrays=arrays))
-            session.logits = logits
+            session.logits = None if logits is None else logits.copy()
             self._entries.move_to_end(key)
             return length
         return 0

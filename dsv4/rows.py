@@ -30,13 +30,24 @@ class Rows:
         """Rows of one sequence from position `start`; wanted: "last", "all", "none" or row numbers."""
         tokens = np.asarray(tokens, np.int32)
         n = len(tokens)
-        named = {"last": [n - 1] if n else [], "all": range(n), "none": []}
-        if isinstance(wanted, str) and wanted not in named:
-            raise InputError(f"wanted: expected last, all, none or row numbers; found {wanted!r}")
-        wanted = np.array(list(named[wanted] if isinstance(wanted, str) else wanted), np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= n or np.any(np.diff(wanted) <= 0)):
-            raise InputError(f"wanted: expected ascending row numbers within 0..{n - 1}; found {wanted.tolist()}")
+        if isinstance(wanted, str):
+            wanted = cls._named(wanted, n)
+        else:
+            wanted = np.array(list(wanted), np.int64)
+            if wanted.size and (wanted.min() < 0 or wanted.max() >= n or np.any(np.diff(wanted) <= 0)):
+                raise InputError(f"wanted: expected ascending row numbers within 0..{n - 1}; found {wanted.tolist()}")
         return cls(tokens, np.full(n, slot, np.int32), np.arange(start, start + n, dtype=np.int32), wanted)
+
+    @staticmethod
+    def _named(wanted: str, n: int) -> np.ndarray:
+        """Row numbers, of n rows, that a name stands for."""
+        if wanted == "all":
+            return np.arange(n)
+        if wanted == "last":
+            return np.arange(n)[-1:]
+        if wanted == "none":
+            return np.zeros(0, np.int64)
+        raise InputError(f"wanted: expected last, all, none or row numbers; found {wanted!r}")
 
     @classmethod
     def pack(cls, parts: list[Rows]) -> Rows:

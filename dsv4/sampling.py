@@ -102,6 +102,9 @@ class SamplingParams:
 
 def _finite(logits: np.ndarray) -> np.ndarray:
     """logits [vocab]; raises Dsv4Error if one of them is NaN or infinite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        if math.isfinite(logits.sum()):  # that of finite numbers may overflow; that of others is never finite
+            return logits
     good = np.isfinite(logits)
     if not good.all():
         bad = int(np.argmin(good))
@@ -166,7 +169,7 @@ def sample(logits: np.ndarray, params: SamplingParams, position: int) -> int:
     a draft sampled by this rule is accepted about as often as the distributions overlap, and never changes the draw.
     """
     if params.temperature == 0:
-        return int(np.argmax(_finite(np.asarray(logits))))
+        return int(_finite(np.asarray(logits)).argmax())
     p = probabilities(logits, params)
     kept = np.flatnonzero(p)
     draws = generator(params.seeded().seed, position).standard_exponential(p.size)

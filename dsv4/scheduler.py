@@ -69,6 +69,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # the worker's own, as is all that follows
         self._cancelled: set[Ticket] = set()
         self._counts = dict.fromkeys(COUNTED, 0)
+        self._after = 0.0  # seconds that the outputs of the last forward took
         self._worker = threading.Thread(target=self._work, name="dsv4-scheduler", daemon=True)
         atexit.register(self.close)
         self._worker.start()
@@ -204,25 +205,29 @@ class Scheduler:
         prompts = [one for one in self._running if isinstance(one.wish, WantsPrompt)]
         if not blocks and not prompts:
             return
-        count, rows = divide(
+        start = time.perf_counter()
+        count, shares = divide(
             [len(one.wish.tokens) for one in blocks], [one.left() for one in prompts], self.token_budget,
             self.engine.chunk,
         )  # fmt: skip
         blocks = blocks[:count]
-        prompts = [(one, one.part(n)) for one, n in zip(prompts, rows) if n]
-        parts = [(one.session, one.wish.tokens, "all") for one in blocks] + [part for _, part in prompts]
-        start = time.perf_counter()
-        outputs = forward_all(parts)
+        prompts = [(one, one.part(n)) for one, n in zip(prompts, shares) if n]
+        outputs = forward_all([(one.session, one.wish.tokens, "all") for one in blocks] + [part for _, part in prompts])
         taken = time.perf_counter() - start
-        total = sum(len(tokens) for _, tokens, _ in parts)
-        self._costs.forwarded(total, 1e3 * taken)
-        self._count(steps=1, rows=total, step_s=taken, prompt_tokens=sum(len(part[1]) for _, part in prompts))
-        self._counts["max_rows"] = max(self._counts["max_rows"], total)
+        prompted = sum(len(tokens) for _, (_, tokens, _) in prompts)
+        rows = prompted + sum(len(one.wish.tokens) for one in blocks)
+        # What was done with the last forward's outputs belongs to a forward as well: it, too, takes longer for more rows.
+        plain = not prompts and all(len(one.wish.tokens) == 1 for one in blocks)
+        self._costs.forwarded(rows, 1e3 * (taken + self._after), plain)
+        self._count(steps=1, rows=rows, prompt_tokens=prompted, step_s=taken)
+        self._counts["max_rows"] = max(self._counts["max_rows"], rows)
+        start = time.perf_counter()
         for one, output in zip(blocks, outputs):
             one.waited = self._counts["steps"]
             one.advance(output.logits)
         for (one, part), output in zip(prompts, outputs[count:]):
             one.prompted(len(part[1]), output.logits)
+        self._after = time.perf_counter() - start
 
     def _count(self, **more: float) -> None:
         for name, value in more.items():

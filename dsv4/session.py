@@ -43,6 +43,10 @@ class Session:
 
         Raises InputError for token ids out of range or too many rows, CapacityError beyond the context.
         """
+        return Rows.of(self.slot, self.position, self.check(tokens), wanted)
+
+    def check(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The next tokens, int32 [n], if they can run in one forward. Raises what rows() does."""
         engine = self._open()
         ids = check_tokens(tokens, engine.config.vocab_size)
         if not 0 < len(ids) <= engine.pool.headroom:
@@ -54,7 +58,7 @@ class Session:
                 f"context: expected at most {engine.max_context} positions, "
                 f"found {self.position} used and {len(ids)} more; load with a larger max_context"
             )
-        return Rows.of(self.slot, self.position, ids, wanted)
+        return ids
 
     def _open(self) -> Engine:
         if self.slot is None:

@@ -96,7 +96,7 @@ def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose
     """The plan of verify()."""
     if mode not in MODES:
         raise InputError(f"verify mode: expected one of {', '.join(MODES)}; found {mode!r}")
-    session.rows(tokens, "all")  # all of them can run, in either mode
+    session.check(tokens)  # all of them can run, in either mode
     start = session.position
     settled, rows = [], []
     try:
@@ -111,7 +111,7 @@ def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose
         raise
     session.rewind(start + len(settled))
     session.logits = rows[-1]
-    return Verified(settled, np.stack(rows), len(settled) - 1)
+    return Verified(settled, np.stack(rows) if batch is None else batch[: len(rows)], len(settled) - 1)
 
 
 @dataclass
@@ -216,5 +216,6 @@ class Speculator:
 
 def margin(logits: np.ndarray) -> float:
     """Largest minus second largest logit: how sure the model was of the committed token."""
-    second, first = np.partition(logits, -2)[-2:]
-    return float(first - second)
+    best = int(logits.argmax())
+    second = max(logits[:best].max(initial=-np.inf), logits[best + 1 :].max(initial=-np.inf))
+    return float(logits[best] - second)

@@ -197,13 +197,17 @@ class Pool:
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
             raise InputError(f"rows: expected token ids within 0..{self.config.vocab_size - 1}, found others")
         starts = np.flatnonzero(np.diff(slots, prepend=-1 - slots[0]))  # the first row of each sequence
-        for start, stop in zip(starts, [*starts[1:], len(rows)]):
-            slot, first, last = int(slots[start]), int(positions[start]), int(positions[stop - 1])
+        counts = np.diff(starts, append=len(rows))
+        ahead = positions - np.repeat(positions[starts] - starts, counts)  # row numbers, if positions are consecutive
+        broken = bool((ahead != np.arange(len(rows))).any())
+        for slot, first, start, count in zip(slots[starts].tolist(), positions[starts].tolist(), starts.tolist(), counts.tolist()):
+            last = first + count - 1
             if not 0 <= slot < self.slots or slot in self._free_slots:
                 raise InputError(f"rows: expected a slot in use, found slot {slot}")
-            if stop - start > self.headroom or last - first != stop - start - 1 or (np.diff(positions[start:stop]) != 1).any():
+            if count > self.headroom or (broken and (np.diff(positions[start : start + count]) != 1).any()):
                 raise InputError(
-                    f"rows: expected at most {self.headroom} consecutive positions in slot {slot}, found {first} .. {last}"
+                    f"rows: expected at most {self.headroom} consecutive positions in slot {slot}, "
+                    f"found {first} .. {positions[start + count - 1]}"
                 )
             if first < 0 or last >= self._held[slot] * self.page_positions:
                 raise InputError(f"rows: expected positions with pages reserved in slot {slot}, found {first} .. {last}")

@@ -83,8 +83,40 @@ def speculate(model, tokens, repeats, picture, as_json, settings):
 def _counts(ctx, param, value: str | None) -> list[int] | None:
     found = _lengths(ctx, param, value)
     if found and min(found) < 1:
-        raise click.BadParameter(f"expected numbers of threads >= 1; found {value!r}")
+        raise click.BadParameter(f"expected numbers >= 1; found {value!r}")
     return found
+
+
+@bench.command("serve")
+@model_option
+@click.option("--sequences", callback=_counts, metavar="N,N,…", help="Sequences at once. Default: 1,2,4,8,16.")
+@click.option("--tokens", type=click.IntRange(min=8), default=200, show_default=True, help="Tokens per answer.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs; their median counts.")
+@click.option("--clients", type=click.IntRange(min=1), metavar="N", help="A load test instead, with so many clients.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=20, show_default=True, help="How long a load test takes.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of tables.")
+@engine_options
+@click.pass_context
+def serve(ctx, model, sequences, tokens, repeats, clients, seconds, as_json, settings):
+    """How much more several sequences side by side give than one, with speculation and without.
+
+    With --clients: many clients at once, some of whom leave early, for --seconds. Every answer is compared with the one
+    its request gets alone; the exit status is 1 if one differs or fails, or if a slot does not come back.
+
+    \b
+    Examples:
+      python -m dsv4 bench serve --json
+      python -m dsv4 bench serve --clients 16 --seconds 60
+    """
+    from .serve import good, measure, render
+
+    with Bars() as bars:
+        records = measure(model, settings, sequences, tokens, repeats, clients, seconds, bars)
+    if as_json:
+        say(json.dumps(records, indent=1))
+    else:
+        render(records)
+    ctx.exit(0 if good(records) else 1)
 
 
 def _kernel_options(command):

@@ -29,9 +29,9 @@ def fill(wanted: Sequence[int], rows: int) -> list[int]:
     given = [0] * len(wanted)
     open_ = [i for i, n in enumerate(wanted) if n]
     while rows and open_:
-        share, odd = divmod(rows, len(open_))
-        for place, i in enumerate(open_):
-            part = min(wanted[i] - given[i], share + (place < odd))
+        share = rows // len(open_)
+        for i in open_:
+            part = min(wanted[i] - given[i], share or 1, rows)
             given[i] += part
             rows -= part
         open_ = [i for i in open_ if given[i] < wanted[i]]

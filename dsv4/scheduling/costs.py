@@ -23,15 +23,15 @@ class Line:
     def __call__(self, x: float) -> float:
         return self.base + self.slope * x
 
-    def add(self, x: float, ms: float) -> None:
+    def add(self, x: float, ms: float, weight: float = 1.0) -> None:
         expected = self(x)
         if self._w:
             ms = min(ms, self.CLIP * expected)
             cut = min(1.0, self.CLIP * ms / expected)
             self._y, self._xy = cut * self._y, cut * self._xy
-        keep = self.DECAY
-        self._w, self._x, self._y = keep * self._w + 1.0, keep * self._x + x, keep * self._y + ms
-        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * ms
+        keep, w = self.DECAY, weight
+        self._w, self._x, self._y = keep * self._w + w, keep * self._x + w * x, keep * self._y + w * ms
+        self._xx, self._xy = keep * self._xx + w * x * x, keep * self._xy + w * x * ms
         self._fit()
 
     def _fit(self) -> None:
@@ -53,8 +53,13 @@ class BatchCosts(Costs):
 
     A forward takes base + slope · rows, a drafting base + slope · sequences; both are measured. What does not depend on
     how many take part is divided among them, so a sequence weighs its own rows at full price: where many share a
-    forward, a row more costs almost what a token less is worth.
+    forward, a row more costs almost what a token less is worth. Sequences that all speculate would never learn what a
+    forward without it takes. So all of them decode plainly once in REMEASURE forwards, and that one counts WEIGHT times.
     """
+
+    REMEASURE = 48
+    FIRST = 8
+    WEIGHT = 4.0
 
     def __init__(self, given: Costs):
         super().__init__(given.draft_ms, given.verify_base_ms, given.verify_slope_ms, given.plain_ms)
@@ -62,28 +67,33 @@ class BatchCosts(Costs):
         self._forward = Line(max(given.plain_ms - slope, 0.0), slope, (1.0, 6.0))
         self._draft = Line(given.draft_ms / 2, given.draft_ms / 2, (1.0, 4.0))
         self._sequences = 1
-        self._rounds = 0  # since one verified nothing
+        self._due = self.FIRST  # forwards until the next that nobody drafts for
 
     def share(self, sequences: int) -> None:
         """So many sequences take part from now on."""
         self._sequences = max(sequences, 1)
+        self._estimate()
+
+    def _estimate(self) -> None:
         forward, draft = self._forward, self._draft
         self.verify_slope_ms = forward.slope
         self.plain_ms = self.verify_base_ms = forward.base / self._sequences + forward.slope
         self.draft_ms = draft.base / self._sequences + draft.slope
 
-    def forwarded(self, rows: int, ms: float) -> None:
-        """A forward of so many rows took ms."""
-        self._forward.add(rows, ms)
+    def forwarded(self, rows: int, ms: float, plain: bool) -> None:
+        """A forward of so many rows took ms. plain: every sequence decoded one token in it."""
+        self._due = self.REMEASURE if plain else self._due - 1
+        self._forward.add(rows, ms, self.WEIGHT if plain else 1.0)
+        self._estimate()
 
     def drafted(self, sequences: int, ms: float) -> None:
         """Drafting a block for so many sequences took ms."""
         self._draft.add(sequences, ms)
+        self._estimate()
 
     def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
-        """A round's own times are mostly its neighbours': only what it verified counts here."""
-        self._rounds = self._rounds + 1 if n else 0
+        """A round's own times are mostly its neighbours', and are not used."""
 
     def plain_is_due(self, lost: bool) -> bool:
-        """Rounds that are all alike say nothing about what fewer rows would take."""
-        return self._rounds >= (16 if lost else 64)
+        """Shall the next round of every sequence do without a draft?"""
+        return self._due <= 0

@@ -1,0 +1,210 @@
+"""Sequences side by side: how much more several give than one, and what many clients at once may expect."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..determinism import prompts
+from ..engine import Engine
+from ..errors import InputError
+from ..generate import complete
+from ..sampling import SamplingParams
+from ..scheduler import Request, Scheduler
+from . import machine
+
+COUNTS = (1, 2, 4, 8, 16)
+SPECS = ("gate", "off")
+WAVES = 4  # requests per sequence that runs: the last ones, who run with fewer and fewer beside them, count little
+RUNNING = 8  # sequences of the load test; the other clients wait
+PREFIX_BYTES = 16 << 20
+
+
+def throughput(engine: Engine, spec: str, running: int, tokens: int) -> dict:
+    """So many sequences at once, each followed by another, greedy, over four kinds of text → tokens of answers a second."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    kinds = list(prompts(engine).values())
+    jobs = WAVES * max(running, 1)
+    with Scheduler(engine, max_running=running, max_waiting=jobs, spec=spec) as scheduler:
+        start = time.perf_counter()
+        tickets = [scheduler.submit(Request(kinds[i % len(kinds)], params)) for i in range(jobs)]
+        for ticket in tickets:
+            ticket.result()
+        seconds = time.perf_counter() - start
+        stats = scheduler.stats()
+    return {
+        "name": "throughput", "spec": spec, "sequences": running, "seconds": seconds, "tokens_per_s": jobs * tokens / seconds,
+        "rows_per_step": stats["rows"] / stats["steps"], "drafted": stats["drafted"], "accepted": stats["accepted"],
+        "rounds": stats["rounds"], "skipped_rounds": stats["skipped_rounds"],
+        "forward_share": stats["step_s"] / seconds, "draft_share": stats["draft_s"] / seconds,
+    }  # fmt: skip
+
+
+def throughputs(engine: Engine, counts: Sequence[int], tokens: int, repeats: int, progress: Callable | None) -> list[dict]:
+    """Records "throughput" of every mode and number of sequences: the median of interleaved runs, and its ratio to one's."""
+    runs = [(spec, running) for spec in SPECS for running in counts]
+    for spec in SPECS:
+        throughput(engine, spec, counts[-1], 8)  # warm-up
+    found = {run: [] for run in runs}
+    for repeat in range(repeats):
+        for done, (spec, running) in enumerate(runs, 1):
+            found[spec, running].append(throughput(engine, spec, running, tokens))
+            if progress:
+                progress("measure", repeat * len(runs) + done, repeats * len(runs))
+    records = []
+    for spec, running in runs:
+        median = statistics.median_low(one["tokens_per_s"] for one in found[spec, running])
+        record = next(one for one in found[spec, running] if one["tokens_per_s"] == median)
+        one = next((r for r in records if r["spec"] == spec and r["sequences"] == 1), record)
+        ratio = record["tokens_per_s"] / one["tokens_per_s"] if one["sequences"] == 1 else None
+        records.append({**record, "tokens": tokens, "ratio_to_one": ratio})
+    return records
+
+
+# ---------------------------------------------------------------------- many clients
+def jobs_of(engine: Engine) -> list[Request]:
+    """Requests of mixed lengths and parameters, some with beginnings in common, none longer than the engine's context."""
+    kinds, rng = list(prompts(engine).values()), np.random.default_rng(0)
+    jobs = []
+    for number in range(24):
+        text = (kinds[number % 4] + kinds[number % 3]) * 4
+        room = engine.max_context // 2
+        prompt = text[: int(rng.integers(1, min(room, len(text))))]
+        sampling = SamplingParams(
+            temperature=(0, 1.0, 0.7)[number % 3], seed=number, max_tokens=int(rng.integers(1, min(room, 96))),
+            ignore_eos=number % 2 == 0, top_p=(1, 0.9)[number % 2],
+        )  # fmt: skip
+        jobs.append(Request(prompt, sampling, ("gate", "gate", "always", "off")[number % 4]))
+    return jobs
+
+
+class Client(threading.Thread):
+    """Asks for one job after another until the time is up; now and then it goes away in the middle of an answer."""
+
+    def __init__(self, number: int, scheduler: Scheduler, jobs: list[Request], expected: list[list[int]], until: float):
+        super().__init__(daemon=True)
+        self.scheduler, self.jobs, self.expected, self.until = scheduler, jobs, expected, until
+        self.rng = np.random.default_rng(number)
+        self.answered = self.left = self.tokens = 0
+        self.first_s: list[float] = []  # from asking to the first token
+        self.wrong: list[str] = []  # a line for everything that should not have been
+
+    def run(self) -> None:
+        while time.perf_counter() < self.until:
+            number = int(self.rng.integers(len(self.jobs)))
+            stay = len(self.expected[number])
+            if self.rng.random() < 0.2:
+                stay = int(self.rng.integers(0, stay + 1))
+            try:
+                self._ask(number, stay)
+            except Exception as error:
+                self.wrong.append(f"request {number}: {type(error).__name__}: {error}")
+
+    def _ask(self, number: int, stay: int) -> None:
+        start, found = time.perf_counter(), []
+        with self.scheduler.submit(self.jobs[number]) as ticket:
+            for piece in ticket:
+                if not found:
+                    self.first_s.append(time.perf_counter() - start)
+                found.append(piece.token)
+                if len(found) >= stay:
+                    break
+        expected = self.expected[number]
+        self.answered, self.left = self.answered + (stay == len(expected)), self.left + (stay < len(expected))
+        self.tokens += len(found)
+        if found[:stay] != expected[:stay]:
+            self.wrong.append(f"request {number}: expected {expected[:stay]}, found {found}")
+
+
+def load(engine: Engine, clients: int, seconds: float, progress: Callable | None = None) -> dict:
+    """The record "load": so many clients for so long, every answer compared with the one that its request gets alone.
+
+    memory_start_bytes is taken after a tenth of the time, when every part has run. Fails nothing: `wrong` says what
+    went wrong, and `waiting` and `running` what was left at the end.
+    """
+    jobs = jobs_of(engine)
+    expected = [complete(engine, job.tokens, job.sampling, spec="off").tokens for job in jobs]
+    with Scheduler(
+        engine, max_running=min(RUNNING, engine.pool.slots), max_waiting=2 * clients, prefix_bytes=PREFIX_BYTES
+    ) as scheduler:
+        start = time.perf_counter()
+        crowd = [Client(number, scheduler, jobs, expected, start + seconds) for number in range(clients)]
+        for client in crowd:
+            client.start()
+        memory = []
+        for tenth in range(1, 11):
+            time.sleep(max(0.0, start + tenth * seconds / 10 - time.perf_counter()))
+            memory.append(machine.own_memory())
+            if progress:
+                progress("clients", tenth, 10)
+        for client in crowd:
+            client.join(60)
+        taken = time.perf_counter() - start
+        hung = sum(client.is_alive() for client in crowd)
+        stats = scheduler.stats()
+    first = sorted(s for client in crowd for s in client.first_s)
+    return {
+        "name": "load", "clients": clients, "seconds": taken, "answered": sum(c.answered for c in crowd),
+        "left": sum(c.left for c in crowd), "failed": stats["failed"], "hung": hung,
+        "wrong": [line for c in crowd for line in c.wrong], "tokens_per_s": sum(c.tokens for c in crowd) / taken,
+        "first_token_s": {f"p{p}": float(np.percentile(first, p)) for p in (50, 95, 99)},
+        "memory_start_bytes": memory[0], "memory_end_bytes": memory[-1], "memory_bytes": memory,
+        "free_slots": engine.pool.free_slots, "slots": engine.pool.slots, "stats": stats,
+    }  # fmt: skip
+
+
+def measure(
+    model: str, settings: dict, counts: Sequence[int] | None, tokens: int, repeats: int, clients: int | None,
+    seconds: float, progress: Callable | None = None,
+) -> list[dict]:  # fmt: skip
+    """Load a model and measure it, with the machine in every record: "load" where clients are given, else "throughput".
+
+    Raises InputError where prompts and answers do not fit the context.
+    """
+    counts = sorted({1, *(counts or COUNTS)})
+    sessions = RUNNING if clients else counts[-1]
+    engine = Engine.load(model, progress=progress, max_sessions=sessions, **settings)
+    longest = max(map(len, prompts(engine).values()))
+    if longest + tokens > engine.max_context:
+        raise InputError(f"tokens: expected at most {engine.max_context - longest}; found {tokens}")
+    if clients:
+        records = [load(engine, clients, seconds, progress)]
+    else:
+        records = throughputs(engine, counts, tokens, repeats, progress)
+    where = {"model": str(model), "threads": engine.run.threads, "chunk": engine.chunk, **machine.describe()}
+    return [{**record, **where} for record in records]
+
+
+def good(records: list[dict]) -> bool:
+    """Did every request of a load test get what it should, and every slot come back?"""
+    return all(not r["wrong"] and not r["failed"] and not r["hung"] and r["free_slots"] == r["slots"]
+               for r in records if r["name"] == "load")  # fmt: skip
+
+
+def render(records: list[dict]) -> None:
+    """Tables on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, about = Console(), records[0]
+    console.print(f"{about['model']}: {about['threads']} threads, {about['cpu']}")
+    for r in (r for r in records if r["name"] == "load"):
+        first = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in r["first_token_s"].items())
+        console.print(f"{r['clients']} clients for {r['seconds']:.0f} s: {r['answered']} answers, {r['left']} left early, "
+                      f"{r['failed']} failed, {r['hung']} hung, {len(r['wrong'])} wrong")  # fmt: skip
+        console.print(f"{r['tokens_per_s']:,.0f} tok/s; ms to the first token: {first}")
+        if r["memory_start_bytes"] is not None:
+            console.print("MB of memory of its own, by tenths: " + " ".join(f"{b / 1e6:.1f}" for b in r["memory_bytes"]))
+        console.print(*r["wrong"][:5], sep="\n")
+    table = Table("speculation", "sequences", "tok/s", "to one", "rows a step", "accepted", "skipped rounds")
+    for r in (r for r in records if r["name"] == "throughput"):
+        rate = f"{r['accepted'] / r['drafted']:.0%}" if r["drafted"] else "-"
+        skipped = f"{r['skipped_rounds'] / r['rounds']:.0%}" if r["drafted"] else "-"
+        ratio = "-" if r["ratio_to_one"] is None else f"{r['ratio_to_one']:.2f}"
+        table.add_row(r["spec"], str(r["sequences"]), f"{r['tokens_per_s']:,.0f}", ratio, f"{r['rows_per_step']:.1f}", rate, skipped)
+    if table.row_count:
+        console.print(table)

@@ -1,0 +1,54 @@
+"""Many clients at once for a while: nothing fails, nothing hangs, nothing is kept, and every answer is the single run's."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from dsv4.bench import serve
+from dsv4.cli import cli
+from dsv4.scheduler import Scheduler
+
+
+def test_sixteen_clients(engine):
+    small = engine("nano", threads=2, max_sessions=8, max_context=512)
+    found = serve.load(small, clients=16, seconds=10)
+    assert not found["wrong"] and found["failed"] == found["hung"] == 0
+    assert found["answered"] > 30 and found["left"] > 3, found
+    stats = found["stats"]
+    assert stats["running"] == stats["waiting"] == 0 and stats["prefix_hits"] > 10
+    assert stats["prefix_bytes"] <= serve.PREFIX_BYTES and found["free_slots"] == 8
+    grown = found["memory_end_bytes"] - found["memory_start_bytes"]
+    assert grown < serve.PREFIX_BYTES + (16 << 20), f"{grown:,} bytes more than after a second"
+    assert serve.good([found])
+
+
+def test_a_wrong_answer_would_be_seen(engine, monkeypatch):
+    small = engine("nano", threads=2, max_sessions=8, max_context=512)
+    expected = serve.complete
+
+    def other(*arguments, **options):
+        found = expected(*arguments, **options)
+        found.tokens[0] ^= 1
+        return found
+
+    monkeypatch.setattr(serve, "complete", other)
+    found = serve.load(small, clients=2, seconds=0.5)
+    assert found["wrong"] and not serve.good([found])
+    monkeypatch.undo()
+    monkeypatch.setattr(Scheduler, "submit", lambda *_: 1 / 0)
+    with pytest.raises((IndexError, ValueError)):  # nobody had a first token
+        serve.load(small, clients=1, seconds=0.2)
+
+
+def test_the_command(monkeypatch):
+    monkeypatch.setattr(serve, "WAVES", 1)
+    run = ["bench", "serve", "--threads", "1", "--max-context", "256", "--tokens", "8", "--repeats", "1", "--json"]
+    found = CliRunner().invoke(cli, [*run, "--sequences", "2"])
+    assert found.exit_code == 0, found.output
+    records = json.loads(found.output)
+    assert [(r["spec"], r["sequences"]) for r in records] == [("gate", 1), ("gate", 2), ("off", 1), ("off", 2)]
+    assert records[0]["ratio_to_one"] == 1 and records[3]["drafted"] == 0 and records[1]["rows_per_step"] > 1
+    found = CliRunner().invoke(cli, [*run[:-1], "--clients", "3", "--seconds", "0.5"])
+    assert found.exit_code == 0 and "0 failed, 0 hung, 0 wrong" in " ".join(found.output.split())
+    assert CliRunner().invoke(cli, [*run, "--sequences", "0"]).exit_code == 2
