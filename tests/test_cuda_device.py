@@ -38,7 +38,7 @@ def test_a_rank_without_a_device_of_its_own():
 
 def test_cupy_is_not_installed():
     code = "import sys; sys.modules['cupy'] = None; sys.argv[1:] = ['generate', '--backend', 'cuda', '--prompt', 'hi']; "
-    code += "from dsv4.cli import main; main()"
+    code += "from dsv4.cli import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "CuPy cannot be loaded" in done.stderr and "dsv4[cuda12]" in done.stderr and "--backend cpu" in done.stderr
