@@ -66,7 +66,8 @@ def load_model(
     tokenizer = Tokenizer.load(directory, config)
     report = (lambda done, total: progress("load", done, total)) if progress else None
     store, make_bank = experts.open(ops, run.threads) if experts else (None, None)
-    weights = replace(load_weights(checkpoint, config, ops, report, split, make_bank), store=store)
+    weights = load_weights(checkpoint, config, ops, report, split, make_bank)
+    weights = replace(weights, store=store, files=(checkpoint, *(experts.packed if experts else ())))
     hold_draft(weights)
     if run.backend == "cuda" and comm.size > 1:
         comm = Nccl(comm)  # arrays from device to device; commands as before

@@ -48,6 +48,8 @@ class Model:
         """All layers over the rows of `step`; keys and compressor rows go to `pool`."""
         c, ops, w = self.config, self.ops, self.weights
         wanted = ops.table(step.rows.wanted)
+        for file in w.files:
+            file.check_whole()
         if w.store:
             w.store.begin(step.rows.tokens)
         h = ops.embed(w.embed, step.tokens, c.hc_mult)

@@ -109,4 +109,5 @@ class Weights:
     hc_head: HyperConnection
     head: Any
     draft: Draft | None
+    files: tuple[Any, ...] = ()  # mapped ones, with check_whole(): some of the above lies in them
     store: Any = None  # experts.store.Store, where routed experts are staged: it made the banks and computes them

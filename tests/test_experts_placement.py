@@ -1,9 +1,11 @@
 """Where experts are changes no bit: mapped, packed, staged through caches of every size; ranks, threads, speculation."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from rank_threads import crew_of, same_trace, trace
 from dsv4 import Engine, SamplingParams
 from dsv4.bench.machine import own_memory
 from dsv4.cli import main
-from dsv4.errors import CapacityError, ConfigError
+from dsv4.errors import CapacityError, CheckpointError, ConfigError
 from dsv4.experts.packed import pack
 from dsv4.generate import complete
 from dsv4.plan import check_plan
@@ -192,3 +194,25 @@ def test_memory_stays_within_the_plan(tmp_path):
     own, needed, cache, staging = map(int, done.stdout.split())
     assert (cache, staging) == (8 * nbytes, 2 * nbytes)
     assert cache < own < needed + 300e6
+
+
+# ---------------------------------------------------------------------- files that shrink while they are in use
+@pytest.mark.parametrize("cache, copy", [(None, False), (None, True), (300_000, False), (300_000, True)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_file_that_shrinks_is_one_clear_line(checkpoint_dir, packed, tmp_path, cache, copy, threads):
+    """Mapped or staged: an error and no dead process; when the file is whole again, so is the engine."""
+    directory = Path(shutil.copytree(checkpoint_dir("nano"), tmp_path / "nano"))
+    settings = {"packed": shutil.copy(packed("nano"), tmp_path / "experts.bin")} if copy else {}
+    engine = Engine.load(directory, expert_cache=cache, threads=threads, **settings)
+    files = [Path(settings["packed"])] if copy else sorted(directory.glob("*.safetensors"))
+    expected = engine.session().prefill(TEXT)
+    for path in files:
+        whole = path.read_bytes()
+        with open(path, "r+b") as file:
+            file.truncate(len(whole) // 4)
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=f"{path.name}: .*expected .*; found .*cut short while in use") as caught:
+                    engine.session().prefill(TEXT)
+                assert "\n" not in str(caught.value)
+            file.write(whole)
+        same_bits(engine.session().prefill(TEXT), expected)

@@ -95,6 +95,12 @@ class PackedExperts:
             raise self._error("header and checksums as they were written", "others: damaged; pack it again")
         return np.frombuffer(crcs, "<u4")
 
+    def check_whole(self) -> None:
+        """As Checkpoint.check_whole."""
+        size = os.fstat(self._file.fileno()).st_size
+        if size < len(self._map):
+            raise self._error(f"{len(self._map)} bytes, as when it was opened", f"{size}: cut short while in use; pack it again")
+
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compare this rank's experts with their checksums. Raises CheckpointError at the first that differs."""
         done = 0

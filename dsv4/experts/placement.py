@@ -44,6 +44,11 @@ class Placement:
         return cls(source, slots, count)
 
     @property
+    def packed(self) -> tuple[PackedExperts, ...]:
+        """The packed file, if there is one."""
+        return (self.source,) if isinstance(self.source, PackedExperts) else ()
+
+    @property
     def planned(self) -> dict[str, int]:
         """Bytes for plan.make_plan."""
         size = self.source.layout.nbytes
