@@ -171,6 +171,22 @@ def experts_command(**options):
     _measure_kernels(experts, **options)
 
 
+@bench.command("staging")
+@_kernel_options
+def staging_command(**options):
+    """How fast experts are read into a staging buffer, from a checkpoint's shards and from a packed copy.
+
+    The files are random, written to the temporary directory (about 1 GB) and in the system's memory. A rank of 4 reads a
+    quarter of each expert: in a checkpoint a few bytes of every row of w2, in a packed copy one run.
+
+    \b
+    JSON records: as of `bench experts`; bytes of an expert's part, seconds to read it.
+    """
+    from .staging import staging
+
+    _measure_kernels(staging, **options)
+
+
 @bench.command("layer")
 @_kernel_options
 def layer_command(**options):
@@ -233,6 +249,16 @@ def _remark(r: dict) -> str:
     return ""
 
 
+def _placement(r: dict) -> str:
+    """Where experts are, in a line."""
+    if r["placement"] != "staged":
+        return f"experts: {r['placement']}"
+    found, mb = max(1, r["hits"] + r["misses"]), 1e-6
+    return (f"experts: staged; planned {r['planned_cache_bytes'] * mb:.1f} MB resident, {r['planned_staging_bytes'] * mb:.1f} MB "
+            f"of buffers; {r['hits'] / found:.0%} hits, {r['bytes_staged'] * mb:.0f} MB staged ({r['prefetched']} experts "
+            f"ahead), waited {r['stall_s']:.2f} s")  # fmt: skip
+
+
 def _tables(records: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -245,6 +271,7 @@ def _tables(records: list[dict]) -> None:
     own = f", {memory['own_peak_bytes'] / 1e6:.0f} MB without the mapped weights" if memory["own_peak_bytes"] else ""
     console.print(f"load {about['seconds']:.2f} s, peak memory {memory['peak_bytes'] / 1e6:.0f} MB{own} "
                   f"(state planned: {memory['planned_state_bytes'] / 1e6:.0f} MB)")  # fmt: skip
+    console.print(_placement(first["experts"]))
     table = Table("context", "prefill tok/s", "prefill s", "decode tok/s", "ms per token", "p90 ms")
     for column in table.columns:
         column.justify = "right"

@@ -77,6 +77,14 @@ def memory(engine: Engine, context: int) -> dict:
     }
 
 
+def experts(engine: Engine) -> dict:
+    """Where this rank's routed experts are, what is planned for them, and what was staged so far."""
+    plan = engine.plan
+    placement = "staged" if plan.staging else "packed" if engine.run.packed else "mapped"
+    sizes = {"planned_cache_bytes": plan.expert_cache, "planned_staging_bytes": plan.staging}
+    return {"name": "experts", "placement": placement, **sizes, **(engine.experts or {})}
+
+
 def measure(
     model: str,
     settings: dict,
@@ -85,8 +93,8 @@ def measure(
     steps: int,
     progress: Callable | None = None,
 ) -> list[dict]:
-    """Load a model and measure it: records "load", "prefill" and "decode" per context, "exchange" and "memory", each with
-    the machine.
+    """Load a model and measure it: records "load", "prefill" and "decode" per context, "exchange", "memory" and "experts",
+    each with the machine.
 
     contexts: None takes those of CONTEXTS that fit; raises InputError for one that does not. A warm-up goes before.
     """
@@ -106,7 +114,7 @@ def measure(
         if progress:
             progress("measure", number + 1, len(contexts))
     records.append(exchange(engine, contexts[0], min(steps, 16)))
-    records.append(memory(engine, max(contexts)))
+    records += [memory(engine, max(contexts)), experts(engine)]
     setting = {"model": str(model), "backend": engine.run.backend, "threads": engine.run.threads, "chunk": engine.chunk}
     ops = engine.model.ops
     where = {**setting, "isa": ops.team.isa if ops.name == "cpu" else ops.name, **machine.describe()}
