@@ -1,5 +1,6 @@
 """Prefix reuse: a request that goes on from a kept state gives what it gives from nothing, drafts included."""
 
+import dataclasses
 import json
 import warnings
 
@@ -60,6 +61,19 @@ def test_what_follows_a_kept_state_is_what_follows_a_cold_run(nano, text, params
         stats = scheduler.stats()
         assert (stats["prefix_hits"], stats["prefix_misses"]) == (3, 3)
         assert stats["prefix_tokens"] == len(first) + len(first) + len(answer) - 1 + 200
+
+
+def test_what_a_stop_cut_off_is_no_part_of_a_state(nano, text):
+    """An answer that ends inside a block: the next turn goes on right after it."""
+    prompt = text[1]
+    tokens = [step[0] for step in cold(nano, prompt)]
+    ends = [at for at in range(2, 12) if tokens[at] not in tokens[:at]][:4]
+    assert len(ends) == 4
+    for at in ends:
+        with Scheduler(nano, prefix_bytes=64 << 20) as scheduler:
+            found, _ = ask(scheduler, prompt, dataclasses.replace(GREEDY, stop_ids=(tokens[at],)))
+            assert [step[0] for step in found] == tokens[: at + 1]
+            assert ask(scheduler, [*prompt, *tokens[: at + 1], 9])[1] == len(prompt) + at
 
 
 def test_a_restored_session_is_the_same_to_the_last_bit(nano, text):
