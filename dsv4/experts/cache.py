@@ -54,6 +54,8 @@ class Cache:
         here = slots[slots >= 0]
         self._pins[here] += 1
         missing = slots < 0
+        if not missing.any():
+            return slots, missing
         new = self._victims(int(missing.sum()))
         gone = self._owner[new]
         gone = gone[gone[:, 0] >= 0]

@@ -137,21 +137,28 @@ class Store:
         self.counters.hits += hits
         self.counters.misses += len(needed) - hits
         y = None
-        with closing(self._groups(bank, chosen)) as groups:
+        with closing(self._groups(bank, chosen, needed)) as groups:
             for group in groups:
                 matrices = ops.bank([self._matrices[slot] for slot in group.slots], bank.shared)
                 places = ops.table(np.searchsorted(group.experts, chosen[group.rows]).astype(np.int32))
                 rows = ops.table(group.rows)
                 if len(group.rows) == len(chosen):
                     y = ops.moe(x, places, weights, matrices, limit, slices)
-                    break
+                    break  # in one piece
                 y = ops.zeros(x.shape, np.float32) if y is None else y
                 y[rows] = ops.moe(x[rows], places, weights[rows], matrices, limit, slices)
         self._release(bank.number)
         return ops.zeros(x.shape, np.float32) if y is None else y
 
-    def _groups(self, bank: StagedBank, chosen: np.ndarray) -> Iterator[Group]:
-        """The rows of chosen int32 [T, k] in groups, each when its experts are there; the next one's are on their way."""
+    def _groups(self, bank: StagedBank, chosen: np.ndarray, needed: np.ndarray) -> Iterator[Group]:
+        """The rows of chosen int32 [T, k] in groups, each when its experts are there; the next one's are on their way.
+
+        needed: the experts chosen, ascending.
+        """
+        slots = self._cache.place[bank.number, needed]
+        if (slots >= 0).all() and self._loads.keys().isdisjoint(slots.tolist()):
+            yield Group(np.arange(len(chosen)), needed, slots)  # all there, and none will go for another
+            return
         room = self._cache.room()
         overlap = room >= 2 * self._per_token
         most = room // 2 if overlap else room
