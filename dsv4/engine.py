@@ -22,6 +22,7 @@ from .step import Step
 if TYPE_CHECKING:
     from .generate import Step as GeneratedStep
     from .sampling import SamplingParams
+    from .scheduler import Scheduler
     from .tokenizer import Tokenizer
 
 NANO = Path(__file__).parent / "models" / "nano"
@@ -56,6 +57,7 @@ class Engine:
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_context, self.chunk = plan.max_context, run.chunk
         self.crew = crew
+        self.owner: Scheduler | None = None  # the one that runs on this engine; it ends first
 
     @classmethod
     def load(
@@ -126,7 +128,9 @@ class Engine:
             return self.crew.comm.everyone(replace(self.crew.comm.traffic))
 
     def close(self) -> None:
-        """Let the other ranks go. On a single rank there is nothing to do; closing twice is fine."""
+        """End the scheduler, if one runs, and let the other ranks go. Closing twice is fine."""
+        if self.owner is not None:
+            self.owner.close()
         crew, self.crew = self.crew, Crew(Single())
         crew.stop()
 

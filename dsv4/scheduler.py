@@ -41,7 +41,7 @@ class Scheduler:
     prompts share what is left (scheduling.budget). max_running: sequences at once, by default as many as the engine has
     sessions. max_waiting: requests that may wait beside them. prefix_bytes: memory for states of common prefixes;
     prefix_dir: where they also outlive the process. spec: how requests speculate that do not say.
-    Raises ConfigError.
+    Raises ConfigError, and StateError where another one runs on the engine.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class Scheduler:
             if type(value) is not int or value < low or (high is not None and value > high):
                 expected = f"an integer, at least {low}" if high is None else f"an integer, {low} to {high}"
                 raise ConfigError(f"scheduler: {name}: expected {expected}; found {value!r}")
+        if engine.owner is not None:
+            raise StateError("scheduler: expected an engine of its own, found one that runs another; close that first")
         self._prefixes = PrefixStore(engine, prefix_bytes, prefix_dir) if prefix_bytes else None
         self._costs = BatchCosts(engine.costs)
         self._changed = threading.Condition()  # guards the three that follow
@@ -71,6 +73,7 @@ class Scheduler:
         self._counts = dict.fromkeys(COUNTED, 0)
         self._after = 0.0  # seconds that the outputs of the last forward took
         self._worker = threading.Thread(target=self._work, name="dsv4-scheduler", daemon=True)
+        engine.owner = self
         atexit.register(self.close)
         self._worker.start()
 
@@ -110,6 +113,8 @@ class Scheduler:
             self._closed = True
             self._changed.notify()
         self._worker.join()
+        if self.engine.owner is self:
+            self.engine.owner = None
 
     def __enter__(self) -> Scheduler:
         return self

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_threads import crew_of
 
-from dsv4 import SamplingParams
+from dsv4 import Engine, SamplingParams
 from dsv4.errors import CapacityError, ConfigError, Dsv4Error, InputError, StateError
 from dsv4.gate import Costs
 from dsv4.generate import Answer, complete, stream
@@ -422,6 +422,16 @@ def test_closing_ends_all(nano, prompts, monkeypatch):
             ticket.result(WAIT)
     with pytest.raises(StateError, match="found it closed"):
         scheduler.submit(Request(prompts[0]))
+
+
+def test_an_engine_has_one_scheduler_and_ends_it_first(nano, checkpoint_dir, prompts):
+    with Scheduler(nano), pytest.raises(StateError, match="runs another"):
+        Scheduler(nano)
+    Scheduler(nano).close()
+    with Engine.load(checkpoint_dir("nano"), max_sessions=1, max_context=300) as engine:
+        ticket = Scheduler(engine).submit(Request(prompts[0], SamplingParams(temperature=0, max_tokens=200)))
+    with pytest.raises(StateError, match="closed before"):
+        ticket.result(WAIT)
 
 
 def test_a_failing_engine_ends_all(nano, prompts, monkeypatch):
