@@ -193,22 +193,21 @@ __device__ __forceinline__ void load_queries(const Shared& s, const u32* fragmen
     for (int i = threadIdx.x; i < GROUPS * 16; i += ATTEND_THREADS) s.query_scale[i] = scales[at * GROUPS * 16 + i];
 }
 
-// Key i of the tile from its place; one warp.
+// Key i of the tile from its place; one warp. Its codes may come later: see load_tile.
 __device__ __forceinline__ void load_key(const Shared& s, const KeyCache& c, i64 place, int i) {
     const int lane = threadIdx.x & 31;
     const u8* codes = c.codes + place * c.plain;
+    uint4* unit = (uint4*)(s.codes + i * CODE_ROW + 16 * lane);
     if (lane < 4 * CODED) {
-        uint4 unit = make_uint4(0, 0, 0, 0);
-        if (c.wide) {
-            if (16 * lane < c.plain) unit = *(const uint4*)(codes + 16 * lane);
-        } else {
+        if (c.wide && 16 * lane < c.plain)
+            copy16(unit, codes + 16 * lane);
+        else {
             u32 word[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int b = 0; b < 16; b++)
                 if (16 * lane + b < c.plain) word[b / 4] |= (u32)codes[16 * lane + b] << 8 * (b % 4);
-            unit = make_uint4(word[0], word[1], word[2], word[3]);
+            *unit = make_uint4(word[0], word[1], word[2], word[3]);
         }
-        *(uint4*)(s.codes + i * CODE_ROW + 16 * lane) = unit;
     }
     float x[2];
 #pragma unroll
@@ -240,6 +239,8 @@ __device__ __forceinline__ int load_tile(const Shared& s, const Keys& keys, int 
         else
             load_key(s, keys.cache1, keys.list[at], i);
     }
+    copy_commit();
+    copy_wait<0>();
     return count;
 }
 
