@@ -10,6 +10,11 @@ CASES = [
     make.attend(3, 17, 72, 8, (20,), 1), make.compression(3, 4, 33), make.compression(3, 6, 33), make.index_keys(3, 3, 64, 64),
     make.index_select(3, 4, 64, 200, 16, 64, "ties"), make.entry_places(3, 5, 8),
     make.connections(2, 4, 300, 1e-2, 1e-4), make.connections(3, 2, 33, 1e-4, 1e-2),
+    *(make.linear(fmt, t, n, k, slices, False) for t in (1, 9, 35) for fmt, n, k, slices in (
+        ("fp8", 37, 288, 1), ("fp8", 20, 512, 4), ("fp4", 17, 1056, 1), ("bf16", 9, 99, 1), ("f32", 5, 264, 2))),
+    make.grouped_linear(3, 3, 136, 20), make.gate(3, 40, 32, 6, "bias"), make.gate(2, 9, 32, 4, "fixed"),
+    make.swiglu(3, 37, 2.0, True), make.moe(2, 5, 160, 256, 2, 2, 7.0), make.moe(9, 3, 96, 128, 2, 1, 7.0),
+    make.moe(35, 5, 96, 128, 2, 1, 7.0),
 ]  # fmt: skip
 
 
