@@ -30,6 +30,7 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--drain", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds to finish at the end.")
 @click.option("--prefix-cache", type=click.IntRange(min=0), default=256, show_default=True,
               help="MiB of state to keep, so that a prompt that begins like an earlier one starts there.")  # fmt: skip
+@click.option("--prefix-dir", type=click.Path(file_okay=False), metavar="DIR", help="Keep that state on disk, too.")
 @click.option("--spec", type=click.Choice(["off", "always", "gate"]), default="gate", show_default=True,
               help="Speculation. Changes speed, never the tokens.")  # fmt: skip
 @engine_options
@@ -91,8 +92,10 @@ def _serve(engine, name: str, host: str, listener: socket.socket, key: str | Non
         max_tokens=limits["max_tokens"] or engine.max_context, max_body=limits["max_body"] << 10,
         request_s=limits["timeout"], drain_s=limits["drain"],
     )  # fmt: skip
-    reuse = limits["prefix_cache"] << 20
-    with Scheduler(engine, max_waiting=limits["max_queue"], prefix_bytes=reuse, spec=limits["spec"]) as scheduler:
+    with Scheduler(
+        engine, max_waiting=limits["max_queue"], prefix_bytes=limits["prefix_cache"] << 20,
+        prefix_dir=limits["prefix_dir"], spec=limits["spec"],
+    ) as scheduler:  # fmt: skip
         service = Service(engine, scheduler, bounds, name)
         app = Guard(make_app(service), service, key, LOOPBACK if local else None)
         shown = f"[{host}]" if ":" in host else host

@@ -16,6 +16,7 @@ from fake_engine import FakeEngine  # noqa: E402
 from fake_scheduler import FakeScheduler, served, steps, until  # noqa: E402
 
 from dsv4.errors import CapacityError, InputError, StateError  # noqa: E402
+from dsv4.server.serving import listen  # noqa: E402
 
 CHAT = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}]}
 TEXT = {"model": "nano", "prompt": "Hello"}
@@ -186,6 +187,13 @@ def head(path, length, host="127.0.0.1"):
     return f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n".encode()
 
 
+def test_too_large_before_it_has_come(server):
+    with connect(server) as sock:
+        sock.sendall(head(TEXT_PATH, 20_001))
+        answer = b"".join(iter(lambda: sock.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_body_that_never_comes(engine):
     with served(engine, FakeScheduler(), body_s=0.1) as server, connect(server) as sock:
         sock.sendall(head(TEXT_PATH, 100) + b'{"mod')
@@ -239,6 +247,12 @@ def test_a_key(engine):
             assert client.get(path, headers={"authorization": "Bearer sesame"}).status_code == 200
         assert client.post(CHAT_PATH, json=CHAT).status_code == 401 and not server.service.scheduler.requests
         assert client.get("/health").status_code == client.get("/").status_code == client.get("/page/app.js").status_code == 200
+
+
+def test_small_packets_are_sent_at_once():
+    """asyncio asks for that on sockets that say they are TCP's; else every answer would wait 40 ms for an acknowledgement."""
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_names_of_this_host_only(server):
@@ -320,6 +334,7 @@ ANSWERS = [
     ("plain", {}, "Two words.", {"content": "Two words."}, "stop"),
     ("thinking", {"reasoning_effort": "high"}, "I STOP think</think>so STOP not this",
      {"reasoning_content": "I STOP think", "content": "so "}, "stop"),
+    ("half a stop text", {}, "so ST", {"content": "so ST"}, "stop"),
     ("only thinking", {"thinking": {"type": "enabled"}}, "I think", {"reasoning_content": "I think", "content": ""}, "stop"),
     ("call", {"tools": [TOOL]}, "See:\n\n" + CALL,
      {"content": "See:", "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}]},
@@ -447,7 +462,7 @@ def test_a_ticket_that_just_ends(post, script):
 
 def test_while_closing(engine):
     with served(engine, FakeScheduler()) as server, httpx.Client(base_url=server.address) as client:
-        server.service.closing = True
+        server.service.closing, server.service.scheduler.script = True, steps(["a"])
         response = client.post(CHAT_PATH, json=CHAT)
         assert response.status_code == 503 and response.headers["retry-after"]
         assert client.get("/health").status_code == 503 and client.get("/v1/models").status_code == 200

@@ -1,8 +1,10 @@
 """The server over the real scheduler and the embedded model, asked by the official client: the answers of one request alone."""
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +148,14 @@ def test_rounds(client):
     assert rounds and sum(entry["accepted"] for entry in rounds) > 5
     for entry in rounds:
         assert len(entry["confidence"]) == entry["drafted"] >= entry["verified"] >= entry["accepted"] >= 0
+
+
+def test_the_example_of_the_documentation(server, alone, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+    (code,) = re.findall("```python\n(.*?)```", text, re.DOTALL)
+    exec(code.replace("http://127.0.0.1:8000", server.address))
+    printed = capsys.readouterr().out
+    assert len(alone.tokenizer.encode(printed)) > 10
 
 
 # ------------------------------------------------------------------------------------------------ refused
