@@ -71,7 +71,6 @@ class Scheduler:
         self._running: list[Sequence] = []  # the worker's own, as is all that follows
         self._cancelled: set[Ticket] = set()
         self._counts = dict.fromkeys(COUNTED, 0)
-        self._after = 0.0  # seconds that the outputs of the last forward took
         self._worker = threading.Thread(target=self._work, name="dsv4-scheduler", daemon=True)
         engine.owner = self
         atexit.register(self.close)
@@ -221,18 +220,18 @@ class Scheduler:
         taken = time.perf_counter() - start
         prompted = sum(len(tokens) for _, (_, tokens, _) in prompts)
         rows = prompted + sum(len(one.wish.tokens) for one in blocks)
-        # What was done with the last forward's outputs belongs to a forward as well: it, too, takes longer for more rows.
-        plain = not prompts and all(len(one.wish.tokens) == 1 for one in blocks)
-        self._costs.forwarded(rows, 1e3 * (taken + self._after), plain)
         self._count(steps=1, rows=rows, prompt_tokens=prompted, step_s=taken)
         self._counts["max_rows"] = max(self._counts["max_rows"], rows)
-        start = time.perf_counter()
+        plain = bool(blocks) and all(len(one.wish.tokens) == 1 for one in blocks)
+        if self._counts["steps"] == 1:  # before the first gate weighs anything by costs of another machine
+            self._costs.forwarded(rows, 1e3 * taken, plain, bool(prompts))
         for one, output in zip(blocks, outputs):
             one.waited = self._counts["steps"]
             one.advance(output.logits)
         for (one, part), output in zip(prompts, outputs[count:]):
             one.prompted(len(part[1]), output.logits)
-        self._after = time.perf_counter() - start
+        # With what was done with the outputs: that, too, takes longer for more rows.
+        self._costs.forwarded(rows, 1e3 * (time.perf_counter() - start), plain, bool(prompts))
 
     def _count(self, **more: float) -> None:
         for name, value in more.items():

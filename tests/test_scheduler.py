@@ -287,10 +287,10 @@ def test_costs_are_shares_of_the_batch():
     costs = BatchCosts(Costs())
     for _ in range(40):
         for rows in (1, 6, 48):
-            costs.forwarded(rows, 0.5 + 0.1 * rows, rows == 1)
+            costs.forwarded(rows, 0.5 + 0.1 * rows, rows == 1, False)
         for n in (1, 8):
             costs.drafted(n, 0.4 + 0.2 * n)
-    costs.forwarded(6, 50.0, False)  # something else took the machine
+    costs.forwarded(6, 50.0, False, False)  # something else took the machine
     for n in (1, 8):
         costs.share(n)
         assert costs.plain_ms == pytest.approx(0.5 / n + 0.1, rel=0.1)
@@ -325,9 +325,9 @@ def test_all_decode_plainly_now_and_then(nano, prompts, monkeypatch):
     costs = BatchCosts(Costs())
     for _ in range(BatchCosts.FIRST):
         assert not costs.plain_is_due(True)
-        costs.forwarded(18, 5.0, False)
+        costs.forwarded(18, 5.0, False, False)
     assert costs.plain_is_due(True) and costs.plain_is_due(False)
-    costs.forwarded(3, 1.0, True)
+    costs.forwarded(3, 1.0, True, False)
     assert not costs.plain_is_due(True)
 
 

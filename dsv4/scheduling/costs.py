@@ -60,6 +60,7 @@ class BatchCosts(Costs):
     REMEASURE = 48
     FIRST = 8
     WEIGHT = 4.0
+    BESIDE = 0.1
 
     def __init__(self, given: Costs):
         super().__init__(given.draft_ms, given.verify_base_ms, given.verify_slope_ms, given.plain_ms)
@@ -80,10 +81,11 @@ class BatchCosts(Costs):
         self.plain_ms = self.verify_base_ms = forward.base / self._sequences + forward.slope
         self.draft_ms = draft.base / self._sequences + draft.slope
 
-    def forwarded(self, rows: int, ms: float, plain: bool) -> None:
-        """A forward of so many rows took ms. plain: every sequence decoded one token in it."""
+    def forwarded(self, rows: int, ms: float, plain: bool, prompts: bool) -> None:
+        """A forward of so many rows took ms. plain: nobody who decodes verified anything in it. prompts: some rows were
+        of prompts, which take less than others and so say little."""
         self._due = self.REMEASURE if plain else self._due - 1
-        self._forward.add(rows, ms, self.WEIGHT if plain else 1.0)
+        self._forward.add(rows, ms, self.BESIDE if prompts else self.WEIGHT if plain else 1.0)
         self._estimate()
 
     def drafted(self, sequences: int, ms: float) -> None:
