@@ -48,19 +48,19 @@ def test_what_follows_a_kept_state_is_what_follows_a_cold_run(nano, text, params
     """Same prompt; the next turn; a prompt that parts from others inside. Far past the window, and at odd lengths."""
     system = (text[0] + text[1]) * 3
     first, second, third = (system[:200] + text[i][1:n] for i, n in ((2, 21), (3, 17), (1, 30)))
+    found = cold(nano, first, params)
+    turn = [*first, *(step[0] for step in found), *text[3][:9]]
+    said = len(first) + len(found) - 1  # the last token chosen was not consumed
+    asked = [  # in this order; how much of each need not run
+        (first, 0), (first, len(first)), (turn, said), (second, 0),  # nobody knew that they would part there
+        (third, 200), (first[:150], 0),
+    ]  # fmt: skip
+    expected = [(cold(nano, tokens, params), cached) for tokens, cached in asked]
     with Scheduler(nano, prefix_bytes=64 << 20) as scheduler:
-        found, cached = ask(scheduler, first, params)
-        assert cached == 0 and found == cold(nano, first, params)
-        answer = [step[0] for step in found]
-        assert ask(scheduler, first, params) == (found, len(first))
-        turn = [*first, *answer, *text[3][:9]]
-        assert ask(scheduler, turn, params) == (cold(nano, turn, params), len(first) + len(answer) - 1)
-        assert ask(scheduler, second, params) == (cold(nano, second, params), 0)  # nobody knew that they would part there
-        assert ask(scheduler, third, params) == (cold(nano, third, params), 200)
-        assert ask(scheduler, first[:150], params) == (cold(nano, first[:150], params), 0)
+        assert [ask(scheduler, tokens, params) for tokens, _ in asked] == expected
         stats = scheduler.stats()
-        assert (stats["prefix_hits"], stats["prefix_misses"]) == (3, 3)
-        assert stats["prefix_tokens"] == len(first) + len(first) + len(answer) - 1 + 200
+    assert (stats["prefix_hits"], stats["prefix_misses"]) == (3, 3)
+    assert stats["prefix_tokens"] == len(first) + said + 200
 
 
 def test_what_a_stop_cut_off_is_no_part_of_a_state(nano, text):
@@ -160,11 +160,12 @@ def test_files_outlive_the_process(nano, text, tmp_path):
     assert len(files) == 2 and all(path.suffix == ".prefix" for path in files)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        turn = [*tokens, *(step[0] for step in found), 7]
+        expected = cold(nano, turn)
         with Scheduler(nano, prefix_bytes=64 << 20, prefix_dir=directory) as scheduler:
             assert scheduler.stats()["prefix_entries"] == 2
             assert ask(scheduler, tokens) == (found, 180)
-            turn = [*tokens, *(step[0] for step in found), 7]
-            assert ask(scheduler, turn) == (cold(nano, turn), 199)
+            assert ask(scheduler, turn) == (expected, 199)
 
 
 def test_what_goes_from_memory_goes_from_disk(nano, text, tmp_path):

@@ -123,8 +123,8 @@ class Client(threading.Thread):
 def load(engine: Engine, clients: int, seconds: float, progress: Callable | None = None) -> dict:
     """The record "load": so many clients for so long, every answer compared with the one that its request gets alone.
 
-    memory_start_bytes is taken after a tenth of the time, when every part has run. Fails nothing: `wrong` says what
-    went wrong, and `waiting` and `running` what was left at the end.
+    memory_start_bytes is taken after a tenth of the time, when every part has run. `wrong` says what went wrong; stats,
+    taken once all have left, what still runs or waits.
     """
     jobs = jobs_of(engine)
     expected = [complete(engine, job.tokens, job.sampling, spec="off").tokens for job in jobs]
@@ -145,7 +145,8 @@ def load(engine: Engine, clients: int, seconds: float, progress: Callable | None
             client.join(60)
         taken = time.perf_counter() - start
         hung = sum(client.is_alive() for client in crowd)
-        stats = scheduler.stats()
+        while (stats := scheduler.stats())["running"] + stats["waiting"] and time.perf_counter() < start + taken + 10:
+            time.sleep(0.01)  # who left last
     first = sorted(s for client in crowd for s in client.first_s)
     return {
         "name": "load", "clients": clients, "seconds": taken, "answered": sum(c.answered for c in crowd),
@@ -181,8 +182,9 @@ def measure(
 
 def good(records: list[dict]) -> bool:
     """Did every request of a load test get what it should, and every slot come back?"""
-    return all(not r["wrong"] and not r["failed"] and not r["hung"] and r["free_slots"] == r["slots"]
-               for r in records if r["name"] == "load")  # fmt: skip
+    loads = [r for r in records if r["name"] == "load"]
+    idle = all(r["stats"]["running"] == r["stats"]["waiting"] == 0 and r["free_slots"] == r["slots"] for r in loads)
+    return idle and not any(r["wrong"] or r["failed"] or r["hung"] for r in loads)
 
 
 def render(records: list[dict]) -> None:
