@@ -103,6 +103,18 @@ def test_a_key_from_the_environment():
         assert [model.id for model in client.models.list()] == ["nano"]
 
 
+def test_states_of_prompts_outlive_the_process(tmp_path):
+    body = {"model": "nano", "prompt": "One morning, Tobin lived near the mill. " * 8, "temperature": 0}
+    answers = []
+    for _ in range(2):
+        with started("--prefix-dir", tmp_path) as (process, address):
+            answers.append(httpx.post(address + "/v1/completions", json=body, timeout=60).json())
+            process.terminate()
+            assert ended(process) == (0, "", "")
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 50 for answer in answers] == [False, True]
+
+
 def refused(*arguments, **environment):
     line = [sys.executable, "-m", "dsv4", "serve", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=40, env=clean(**environment), check=False)

@@ -68,20 +68,22 @@ class Service:
     # ------------------------------------------------------------------ generation
     async def completion(self, http: HttpRequest) -> Answer:
         body = await self._body(http)
-        return await self._start(lambda: read_completion(body, self.models, self.limits), Reply)
+        return await self._start(lambda: read_completion(read_json(body), self.models, self.limits), Reply)
 
     async def chat(self, http: HttpRequest) -> Answer:
         if self.engine.tokenizer is None:
             raise Fault(400, "messages: the checkpoint has no tokenizer.json; use /v1/completions with token ids", "messages")
         body = await self._body(http)
-        return await self._start(lambda: read_chat(body, self.models, self.limits, self.engine.tokenizer), ChatReply)
+        return await self._start(
+            lambda: read_chat(read_json(body), self.models, self.limits, self.engine.tokenizer), ChatReply
+        )
 
     @property
     def models(self) -> tuple[str, ...]:
         return (self.model,)
 
-    async def _body(self, http: HttpRequest) -> Any:
-        """The body as JSON. Raises Fault: 415, 413 for too much of it, 408 for too late."""
+    async def _body(self, http: HttpRequest) -> bytes:
+        """The body, which says that it is JSON. Raises Fault: 415, 413 for too much of it, 408 for too late."""
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a page of another site can send other types unasked, but not this one
             raise Fault(415, f"content-type: expected application/json; found {kind!r}")
@@ -101,10 +103,10 @@ class Service:
             await asyncio.wait_for(read(), self.limits.body_s)
         except asyncio.TimeoutError as error:
             raise Fault(408, f"body: expected it within {self.limits.body_s:g} s", code="timeout") from error
-        return read_json(bytes(body))
+        return bytes(body)
 
     async def _start(self, read: Callable[[], Asked], form: type[Reply]) -> Answer:
-        """Check the request and hand it to the scheduler; both may take a while, so not on the event loop."""
+        """Read the request and hand it to the scheduler; both may take a while, so not on the event loop."""
 
         def submit() -> Answer:
             asked = read()

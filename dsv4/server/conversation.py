@@ -32,12 +32,18 @@ class Conversation:
 def read_conversation(fields: Fields) -> Conversation:
     """messages, tools, tool_choice, response_format, reasoning_effort, thinking. Raises Fault."""
     messages = fields.need("messages", ("a list of at least one message", lambda v: isinstance(v, list) and v))
-    last = messages[-1].get("role") if isinstance(messages[-1], dict) else None
-    if last == "assistant":
-        raise wrong(f"messages[{len(messages) - 1}].role", "a message to answer at the end: user or tool", last)
+    _check_end(messages)
     thinking, effort = _thinking(fields)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     return Conversation(messages, _tools(fields), _response_format(fields), thinking, effort)
+
+
+def _check_end(messages: list[Any]) -> None:
+    """There must be something to answer. Reminders aside, a user's or a tool's message stands at the end."""
+    spoken = [(i, m.get("role")) for i, m in enumerate(messages) if isinstance(m, dict) and m.get("role") != "latest_reminder"]
+    number, role = spoken[-1] if spoken else (len(messages) - 1, None)
+    if role in ("assistant", "system") or all(isinstance(m, dict) for m in messages) and not spoken:
+        raise wrong(f"messages[{number}].role", "a message to answer at the end: user or tool", role)
 
 
 def _message(message: Any, where: str) -> Any:
