@@ -92,14 +92,13 @@ class PrefixStore:
         if key in self._entries:
             self._entries.move_to_end(key)
             return
-        if len(tokens) < SHORTEST:
+        size = tokens.nbytes + session.engine.pool.export_bytes(len(tokens))
+        size += 0 if session.logits is None else session.logits.nbytes
+        if len(tokens) < SHORTEST or size > self.budget:
             return
         snapshot = session.snapshot()
         if session.logits is not None:
             snapshot.arrays[LOGITS] = session.logits.copy()
-        size = tokens.nbytes + sum(array.nbytes for array in snapshot.arrays.values())
-        if size > self.budget:
-            return
         path = self._path(key) if self._directory is not None else None
         self._add(key, Entry(len(tokens), size, snapshot, path))
         if path is not None:

@@ -148,6 +148,20 @@ class Pool:
         window = part == "window"
         return self.ops.table(self.window_place(slots, positions) if window else self.ring_place(state.ratio, slots, positions))
 
+    def _live_count(self, state: LayerState, part: str, length: int) -> int:
+        """How many places _live() gives."""
+        if part in ("entries", "index"):
+            return length // state.ratio
+        return min(length, self.window if part == "window" else self.look_back(state.ratio))
+
+    def export_bytes(self, length: int) -> int:
+        """Size of export() of so many positions."""
+        return sum(
+            self._live_count(state, part, length) * array.itemsize * int(np.prod(array.shape[1:]))
+            for _, state, part, cache in self._parts()
+            for array in cache
+        )
+
     def _parts(self) -> Iterator[tuple[str, LayerState, str, NamedTuple]]:
         """(name, state, part, arrays) of every cache that a sequence keeps."""
         for kind, states in (("layer", self.layers), ("stage", self.stages)):
@@ -175,10 +189,7 @@ class Pool:
     def check_export(self, length: int, arrays: dict[str, np.ndarray]) -> None:
         """Raise StateError unless arrays are what export() of `length` positions gives, by name, type and shape."""
         for name, state, part, cache in self._parts():
-            if part in ("entries", "index"):
-                places = length // state.ratio
-            else:
-                places = min(length, self.window if part == "window" else self.look_back(state.ratio))
+            places = self._live_count(state, part, length)
             for field, array in zip(cache._fields, cache):
                 found = arrays.get(f"{name}.{field}")
                 expected = (places, *array.shape[1:])

@@ -146,6 +146,8 @@ def test_the_budget_is_kept_and_the_longest_unused_goes(nano, text):
     fill(nano, store, prompts[:1])  # known: used, not kept twice
     fill(nano, store, prompts[4:6])
     assert kept(nano, store, prompts) == [True, False, False, False, True, True]
+    held = next(iter(store._entries.values())).snapshot
+    assert one == held.tokens.nbytes + sum(array.nbytes for array in held.arrays.values())
     small = PrefixStore(nano, one - 1)
     fill(nano, small, prompts)
     assert len(small) == small.bytes == 0
