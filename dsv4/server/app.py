@@ -68,19 +68,15 @@ class Service:
     # ------------------------------------------------------------------ generation
     async def completion(self, http: HttpRequest) -> Answer:
         body = await self._body(http)
-        return await self._start(lambda: read_completion(read_json(body), self.models, self.limits), Reply)
+        return await self._start(lambda: read_completion(read_json(body), self.model, self.limits), Reply)
 
     async def chat(self, http: HttpRequest) -> Answer:
         if self.engine.tokenizer is None:
             raise Fault(400, "messages: the checkpoint has no tokenizer.json; use /v1/completions with token ids", "messages")
         body = await self._body(http)
         return await self._start(
-            lambda: read_chat(read_json(body), self.models, self.limits, self.engine.tokenizer), ChatReply
+            lambda: read_chat(read_json(body), self.model, self.limits, self.engine.tokenizer), ChatReply
         )
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return (self.model,)
 
     async def _body(self, http: HttpRequest) -> bytes:
         """The body, which says that it is JSON. Raises Fault: 415, 413 for too much of it, 408 for too late."""
@@ -140,7 +136,6 @@ class Service:
 
     async def show_metrics(self, http: HttpRequest) -> Response:
         return Response(self.metrics.text(), headers={"content-type": self.metrics.content_type})
-
 
     def fault_of(self, error: BaseException) -> Fault:
         """An error as the answer to one request. What no request is to blame for is logged and told in general words."""

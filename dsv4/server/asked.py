@@ -45,10 +45,10 @@ class Asked:
     stops: tuple[str, ...] = ()
 
 
-def read_completion(body: Any, models: tuple[str, ...], limits: Limits) -> Asked:
+def read_completion(body: Any, model: str, limits: Limits) -> Asked:
     """The body of POST /v1/completions. Raises Fault."""
     fields = Fields(body)
-    _model(fields, models)
+    _model(fields, model)
     prompt = _prompt(fields)
     common = _common(fields)
     stops = common.pop("stops")
@@ -61,10 +61,10 @@ def read_completion(body: Any, models: tuple[str, ...], limits: Limits) -> Asked
     return Asked(prompt, SamplingParams(**how, max_tokens=max_tokens, logprobs=logprobs, stop=stops), **common)
 
 
-def read_chat(body: Any, models: tuple[str, ...], limits: Limits, tokenizer: Tokenizer) -> Asked:
+def read_chat(body: Any, model: str, limits: Limits, tokenizer: Tokenizer) -> Asked:
     """The body of POST /v1/chat/completions. Raises Fault, and what Conversation.encode raises."""
     fields = Fields(body)
-    _model(fields, models)
+    _model(fields, model)
     common = _common(fields)
     conversation = read_conversation(fields)
     logprobs = _chat_logprobs(fields)
@@ -79,10 +79,10 @@ def read_chat(body: Any, models: tuple[str, ...], limits: Limits, tokenizer: Tok
     return Asked(conversation.encode(tokenizer), sampling, conversation=conversation, **common)
 
 
-def _model(fields: Fields, models: tuple[str, ...]) -> None:
+def _model(fields: Fields, model: str) -> None:
     name = fields.need("model", TEXT)
-    if name not in models:
-        raise Fault(404, f"model: expected {' or '.join(models)}; found {name!r}", "model", "model_not_found")
+    if name != model:
+        raise Fault(404, f"model: expected {model}; found {name!r}", "model", "model_not_found")
 
 
 def _prompt(fields: Fields) -> str | list[int]:

@@ -250,7 +250,10 @@ def main() -> int:
     if not address:
         line = [sys.executable, "-m", "dsv4", "serve", "--port", "0", *args.serve.split()]
         process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
-        address = process.stdout.readline().split()[3]
+        said = process.stdout.readline()
+        if "http://" not in said:
+            sys.exit("the server did not start")
+        address = said.split()[3]
     try:
         report = load(Client(address, args.key), args.model, args, process and process.pid)
     finally:
