@@ -12,7 +12,9 @@ static int has(const char *isa)
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!strcmp(isa, "avx512")) return avx512;
-    if (!strcmp(isa, "avx512bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
+    if (!strcmp(isa, "avx512bf16"))
+        return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+               __builtin_cpu_supports("avx512vnni");
 #endif
     return 0;
 }

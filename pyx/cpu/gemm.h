@@ -19,12 +19,6 @@
 #define FEW (3 * V16_ROWS)         /* up to so many rows, weights are decoded in registers */
 #define INLINE static inline __attribute__((always_inline))
 
-/* Forms of weights: as stored, or floats of an FP4 tile, still without scales. */
-enum { TILE_FP4 = FORMAT_F32 + 1, FORMS };
-static const int FN(step)[FORMS] = {128, 64, 32, 32, 64};
-static const int FN(step_bytes)[FORMS] = {128, 32, 64, 128, 256};
-#define IS_FP4(form) ((form) == FORMAT_FP4 || (form) == TILE_FP4)
-
 /* n a multiple of 32: of each 32 the even ones, then the odd ones */
 static void FN(deinterleave)(const float *x, float *y, int64_t n)
 {
@@ -57,6 +51,12 @@ static void FN(quads)(const float *x, float *y, int64_t rows, int64_t k)
         }
 }
 
+/* Forms of weights: as stored, or floats of an FP4 tile, still without scales. */
+enum { TILE_FP4 = FORMAT_F32 + 1, FORMS };
+static const int FN(step)[FORMS] = {128, 64, 32, 32, 64};
+static const int FN(step_bytes)[FORMS] = {128, 32, 64, 128, 256};
+#define IS_FP4(form) ((form) == FORMAT_FP4 || (form) == TILE_FP4)
+
 #define FETCH 8192 /* bytes that weights are fetched ahead of their use, at least: so many must be on their way */
 
 /* What a thread reads after an output of a matrix: the next ones below `end`, then those of `next` (NULL: nothing
@@ -66,6 +66,13 @@ struct route {
     const struct matrix *next;
 };
 
+/* What is read some outputs later: output n of w, and on. Memory is fast only along its addresses: four outputs are
+ * read side by side, but fetched one after another. */
+struct ahead {
+    const struct matrix *w;
+    int64_t n;
+};
+
 /* Groups of four outputs are read side by side: so many outputs ahead is FETCH bytes at least. */
 static inline int64_t FN(outputs_ahead)(const struct matrix *w)
 {
@@ -73,20 +80,30 @@ static inline int64_t FN(outputs_ahead)(const struct matrix *w)
     return fours > 1 ? 4 * fours : 4;
 }
 
-/* The weights, from input k of a step on, that will be read `more` outputs after output n of w; *scale: their scales
- * of FP4. Where the route ends: those of n. */
-static inline const uint8_t *FN(ahead)(const struct matrix *w, const struct route *route, int64_t n, int64_t more,
-                                       const uint8_t **scale)
+/* `more` outputs after output n of w; where the route ends, those of n. */
+static inline struct ahead FN(ahead)(const struct matrix *w, const struct route *route, int64_t n, int64_t more)
 {
-    const struct matrix *from = w;
-    if (n + more < route->end) n += more;
-    else if (route->next) from = route->next, n = route->n + n + more - route->end;
-    *scale = from->format == FORMAT_FP4 ? from->scale + n * from->scale_stride : from->scale;
-    return from->weight + n * from->weight_stride;
+    if (n + more < route->end) return (struct ahead){w, n + more};
+    if (!route->next) return (struct ahead){w, n};
+    return (struct ahead){route->next, route->n + n + more - route->end};
+}
+
+/* Byte `at` of the outputs ahead, their codes counted one after another. */
+static inline const uint8_t *FN(byte_ahead)(struct ahead to, int64_t at)
+{
+    const int64_t row = to.w->k * FN(step_bytes)[to.w->format] / FN(step)[to.w->format], stride = to.w->weight_stride;
+    return to.w->weight + to.n * stride + (row == stride ? at : at / row * stride + at % row);
+}
+
+/* The FP4 scales of output c of those ahead; of other formats anything. */
+static inline const uint8_t *FN(scales_ahead)(struct ahead to, int c)
+{
+    return to.w->scale + (to.w->format == FORMAT_FP4 ? (to.n + c) * to.w->scale_stride : 0);
 }
 
 #ifdef V16_BF16
 #include "gemm_pairs.h"
+#include "gemm_codes.h"
 #endif
 
 /* Vector i of a step of 32. */
@@ -108,7 +125,7 @@ INLINE void FN(advance)(const int form, const int R, const int C, const uint8_t 
 #pragma GCC unroll 4
             for (int c = 0; c < C; c++) {
                 const v16 a = v16_mul(v16_e4m3_raw(w[c] + 16 * i), s[c]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
                     acc[r * C + c] = v16_fma(a, v16_load(x[r] + 16 * i), acc[r * C + c]);
             }
@@ -122,7 +139,7 @@ INLINE void FN(advance)(const int form, const int R, const int C, const uint8_t 
             else
                 for (int i = 0; i < 4; i++) q[i] = v16_load((const float *)w[c] + 16 * i);
             const v16 s = v16_halves(scale[c]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 v16 sum = v16_mul(q[0], v16_load(x[r]));
                 for (int i = 1; i < 4; i++) sum = v16_fma(q[i], v16_load(x[r] + 16 * i), sum);
@@ -131,7 +148,7 @@ INLINE void FN(advance)(const int form, const int R, const int C, const uint8_t 
         } else {
             for (int i = 0; i < 2; i++) {
                 q[i] = FN(decode)(form, w[c], i);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
                     acc[r * C + c] = v16_fma(q[i], v16_load(x[r] + 16 * i), acc[r * C + c]);
             }
@@ -140,15 +157,15 @@ INLINE void FN(advance)(const int form, const int R, const int C, const uint8_t 
 }
 
 /* Sums over one chunk of R rows and C outputs: sum[r · C + c]. scale[c]: one float a block of 128, or a group of 32.
- * Weights as stored are fetched from fetch[c] on at the pace at which these are read. */
+ * Weights as stored are fetched from fetch[c] on, `pace` bytes a step. */
 INLINE void FN(dot)(const int form, const int R, const int C, const uint8_t *const *weight,
-                    const float *const *scale, const uint8_t *const *fetch, const float *const *x, int64_t len,
-                    float *sum)
+                    const float *const *scale, const uint8_t *const *fetch, int64_t pace, const float *const *x,
+                    int64_t len, float *sum)
 {
     const int step = FN(step)[form], bytes = FN(step_bytes)[form], scales = IS_FP4(form) ? 2 : form == FORMAT_FP8;
     v16 acc[16];
     const uint8_t *w[4];
-    const float *s[4] = {NULL}, *v[4];
+    const float *s[4] = {NULL}, *v[V16_MANY];
 #pragma GCC unroll 16
     for (int i = 0; i < R * C; i++) acc[i] = v16_zero();
     int64_t g = 0;
@@ -158,15 +175,15 @@ INLINE void FN(dot)(const int form, const int R, const int C, const uint8_t *con
             w[c] = weight[c] + g * bytes;
             if (scales) s[c] = scale[c] + g * scales;
             if (form == FORMAT_FP8 || form == FORMAT_FP4 || form == FORMAT_BF16)
-                for (int i = 0; i < bytes; i += 64) __builtin_prefetch(fetch[c] + g * bytes + i, 0, 2);
+                for (int i = 0; i < bytes; i += 64) __builtin_prefetch(fetch[c] + g * pace + i);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) v[r] = x[r] + g * step;
         FN(advance)(form, R, C, w, s, v, acc);
     }
     const int rest = (int)(len % step);
     if (rest) {
-        float tail[4][128] = {{0}};
+        float tail[V16_MANY][128] = {{0}};
         uint8_t codes[4][256] = {{0}};
         for (int r = 0; r < R; r++) {
             v[r] = x[r] + g * step;
@@ -182,14 +199,21 @@ INLINE void FN(dot)(const int form, const int R, const int C, const uint8_t *con
     for (int i = 0; i < R * C; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
 }
 
-/* Sums over one chunk; rows is 1, 2 or V16_ROWS. Returns how many outputs it did. */
+/* Sums over one chunk of up to V16_MANY rows; x of the rows beyond is there. Returns how many outputs it did. */
+#define DOT_CASE(form, R, C) (FN(dot)(form, R, C, weight, scale, fetch, pace, x, len, sum), C)
+#if V16_MANY == 2
+#define DOT(form) (rows == 1 ? DOT_CASE(form, 1, 4) : DOT_CASE(form, 2, 2))
+#else
 #define DOT(form) \
-    (rows == 1   ? (FN(dot)(form, 1, 4, weight, scale, fetch, x, len, sum), 4) \
-     : rows == 2 ? (FN(dot)(form, 2, V16_COLUMNS, weight, scale, fetch, x, len, sum), V16_COLUMNS) \
-                 : (FN(dot)(form, V16_ROWS, V16_COLUMNS, weight, scale, fetch, x, len, sum), V16_COLUMNS))
+    (rows == 1   ? DOT_CASE(form, 1, 4) \
+     : rows == 2 ? DOT_CASE(form, 2, 4) \
+     : rows <= 4 ? DOT_CASE(form, 4, 4) \
+     : rows <= 6 ? DOT_CASE(form, 6, 2) \
+                 : DOT_CASE(form, 8, 2))
+#endif
 
 static int FN(dot_any)(int form, int rows, const uint8_t *const *weight, const float *const *scale,
-                       const uint8_t *const *fetch, const float *const *x, int64_t len, float *sum)
+                       const uint8_t *const *fetch, int64_t pace, const float *const *x, int64_t len, float *sum)
 {
     switch (form) {
     case FORMAT_FP8: return DOT(FORMAT_FP8);
@@ -204,6 +228,7 @@ static int FN(dot_any)(int form, int rows, const uint8_t *const *weight, const f
 struct FN(chunk) {
     int form;
     const uint8_t *weight[STRIP], *fetch[STRIP];
+    int64_t pace; /* bytes to fetch from fetch[c] on while a step of weight[c] is read */
     const float *scale[STRIP];
     float scales[STRIP][CHUNK_FP4 / GROUP];
 };
@@ -238,13 +263,15 @@ static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, const struc
     const int step = FN(step)[w->format], bytes = FN(step_bytes)[w->format], fp8 = w->format == FORMAT_FP8;
     const int unit = fp8 ? 128 : GROUP, count = (int)((len + unit - 1) / unit);
     int ok = 1;
+    const struct ahead to = FN(ahead)(w, route, n0, more);
+    const uint8_t *along = FN(byte_ahead)(to, (nn <= 4 ? 4 : 1) * k * bytes / step);
     chunk->form = w->format;
+    chunk->pace = nn <= 4 ? 4 * bytes : bytes;
     for (int c = 0; c < (nn + 3) / 4 * 4; c++) {
         const int64_t n = n0 + (c < nn ? c : nn - 1); /* dot takes four: the last one again fills up */
-        const uint8_t *scales;
         chunk->weight[c] = w->weight + n * w->weight_stride + k * bytes / step;
-        chunk->fetch[c] = FN(ahead)(w, route, n, more, &scales) + k * bytes / step;
-        if (w->format == FORMAT_FP4) __builtin_prefetch(scales + k / GROUP, 0, 2);
+        chunk->fetch[c] = along + c * (nn <= 4 ? bytes : to.w->weight_stride);
+        if (w->format == FORMAT_FP4) __builtin_prefetch(FN(scales_ahead)(to, c) + k / GROUP);
         if (fp8 && FN(any_nan)(chunk->weight[c], len)) ok = 0;
         if (c && (c >= nn || (fp8 && n % 128))) {
             chunk->scale[c] = chunk->scale[c - 1];
@@ -269,7 +296,7 @@ INLINE void FN(decode_row)(const int form, const uint8_t *p, const float *scale,
     const int step = FN(step)[form], bytes = FN(step_bytes)[form];
     uint8_t padded[128];
     for (int64_t k = 0; k < len; k += step, p += bytes, fetch += bytes, out += step) {
-        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(fetch + i, 0, 2);
+        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(fetch + i);
         if (len - k < step) {
             memset(padded, 0, sizeof padded);
             p = memcpy(padded, p, (size_t)((len - k) * bytes / step));
@@ -309,13 +336,16 @@ static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float
 static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *const *x, int64_t at, int rows,
                           int64_t len, int first, float *sums)
 {
-    for (int r = 0; r < rows; r += V16_ROWS) {
-        const int live = rows - r < V16_ROWS ? rows - r : V16_ROWS;
-        const float *xs[V16_ROWS];
-        for (int i = 0; i < V16_ROWS; i++) xs[i] = x[r + (i < live ? i : live - 1)] + at;
+    /* of weights that are decoded by the way, as many rows as there can be */
+    const int most = chunk->form == TILE_FP4 || chunk->form == FORMAT_F32 ? V16_ROWS : V16_MANY;
+    for (int r = 0; r < rows; r += most) {
+        const int live = rows - r < most ? rows - r : most;
+        const float *xs[V16_MANY];
+        for (int i = 0; i < V16_MANY; i++) xs[i] = x[r + (i < live ? i : live - 1)] + at;
         for (int c = 0, done; c < nn; c += done) {
-            float sum[V16_ROWS * 4];
-            done = FN(dot_any)(chunk->form, live, chunk->weight + c, chunk->scale + c, chunk->fetch + c, xs, len, sum);
+            float sum[16];
+            done = FN(dot_any)(chunk->form, live, chunk->weight + c, chunk->scale + c, chunk->fetch + c, chunk->pace, xs,
+                               len, sum);
             for (int i = 0; i < live; i++)
                 for (int j = 0; j < done && c + j < nn; j++) {
                     float *to = sums + (r + i) * STRIP + c + j;
@@ -330,11 +360,18 @@ static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *co
 static void FN(strip)(const struct matrix *w, const struct route *route, int64_t n0, int nn, const float *const *x,
                       int rows, int slices, float *sums)
 {
+#ifdef V16_BF16
+    if (rows <= FEW && FN(codes_fit)(w, n0, nn, slices)) {
+        FN(strip_codes)(w, route, n0, nn, x, rows, slices, sums);
+        return;
+    }
+#endif
     float tile[STRIP * TILE_STRIDE];
     struct FN(chunk) chunk;
     const int64_t width = w->k / slices, most = w->format == FORMAT_FP4 ? CHUNK_FP4 : CHUNK;
-    const int columns = rows <= FEW ? 4 : STRIP; /* few rows: along whole rows of weights, as they lie */
-    const int64_t more = rows <= FEW ? FN(outputs_ahead)(w) : STRIP;
+    /* few rows: along whole rows of weights, as they lie; more: inputs of one chunk stay in the nearest cache */
+    const int columns = rows <= V16_ROWS ? 4 : STRIP;
+    const int64_t more = rows <= V16_ROWS ? FN(outputs_ahead)(w) : STRIP;
     for (int c = 0; c < nn; c += columns)
         for (int s = 0; s < slices; s++)
             for (int64_t k = 0; k < width; k += most) {

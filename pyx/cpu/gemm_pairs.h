@@ -41,27 +41,34 @@ INLINE void FN(pairs_step)(const int R, const int C, const uint8_t *const *weigh
         }
 }
 
-/* Up to 512 inputs of C outputs from k on: added to acc[r · C + c]. */
-INLINE void FN(pairs_some)(const int R, const int C, const uint8_t *const *weight, const uint8_t *const *scales,
-                           const uint8_t *const *fetch, const uint8_t *const *fetch_scales, const uint16_t *const *x,
-                           int64_t k, int len, __m512 *acc)
+/* Four outputs' weights, and what to fetch meanwhile: from fetch[c] on, `pace` bytes for a cache line of codes. */
+struct FN(four) {
+    const uint8_t *weight[4], *scale[4], *fetch[4], *fetch_scale[4];
+    int64_t pace;
+};
+
+/* Up to 512 inputs of C outputs from c0 on, from input k0 + k on: added to acc[r · C + c]. */
+INLINE void FN(pairs_some)(const int R, const int C, const struct FN(four) *f, const int c0, const uint16_t *const *x,
+                           int64_t k0, int64_t k, int len, __m512 *acc)
 {
     const __mmask16 groups = (__mmask16)((1u << len / GROUP) - 1);
     __m512 scale[4];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
-        const uint8_t *p = scales[c] + k / GROUP;
+        const uint8_t *p = f->scale[c0 + c] + (k0 + k) / GROUP;
         const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(groups, p)), 23);
         scale[c] = _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x00400000)));
-        _mm_prefetch((const char *)fetch_scales[c] + k / GROUP, _MM_HINT_T1);
+        __builtin_prefetch(f->fetch_scale[c0 + c] + (k0 + k) / GROUP);
     }
     __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     const __m512i two = _mm512_set1_epi32(2);
-    int64_t at = k / 2;
+    const uint8_t *const *weight = f->weight + c0;
+    int64_t at = (k0 + k) / 2, fetched = k / 128 * f->pace;
     int left = len;
-    for (; left >= 128; left -= 128, k += 128, at += 64) { /* a cache line of codes */
+    k += k0;
+    for (; left >= 128; left -= 128, k += 128, at += 64, fetched += f->pace) { /* a cache line of codes */
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) _mm_prefetch((const char *)fetch[c] + at, _MM_HINT_T1);
+        for (int c = 0; c < C; c++) __builtin_prefetch(f->fetch[c0 + c] + fetched);
         FN(pairs_step)(R, C, weight, at, 0, scale, which, x, k, acc);
         which = _mm512_add_epi32(which, two);
         FN(pairs_step)(R, C, weight, at + 32, 0, scale, which, x, k + 64, acc);
@@ -75,9 +82,8 @@ INLINE void FN(pairs_some)(const int R, const int C, const uint8_t *const *weigh
     if (left) FN(pairs_step)(R, C, weight, at, 1, scale, which, x, k, acc);
 }
 
-/* C (2 or 4) outputs from n on for R rows, k0 .. k0+width−1: added to sums [row][STRIP], or begun. */
-INLINE void FN(pairs_dot)(const int R, const int C, const uint8_t *const *weight, const uint8_t *const *scales,
-                          const uint8_t *const *fetch, const uint8_t *const *fetch_scales, const uint16_t *const *x,
+/* C (2 or 4) outputs from c0 on for R rows, inputs k0 .. k0+len−1: added to sums [row][STRIP], or begun. */
+INLINE void FN(pairs_dot)(const int R, const int C, const struct FN(four) *f, const int c0, const uint16_t *const *x,
                           int64_t k0, int64_t len, int first, float *sums)
 {
     __m512 acc[16];
@@ -85,8 +91,7 @@ INLINE void FN(pairs_dot)(const int R, const int C, const uint8_t *const *weight
 #pragma GCC unroll 16
     for (int i = 0; i < R * C; i++) acc[i] = _mm512_setzero_ps();
     for (int64_t k = 0; k < len; k += 512)
-        FN(pairs_some)(R, C, weight, scales, fetch, fetch_scales, x, k0 + k, (int)(len - k < 512 ? len - k : 512),
-                       acc);
+        FN(pairs_some)(R, C, f, c0, x, k0, k, (int)(len - k < 512 ? len - k : 512), acc);
     int i = 0;
 #pragma GCC unroll 4
     for (; i + 4 <= R * C; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
@@ -107,19 +112,23 @@ INLINE void FN(pairs_four)(const int R, const int C, const struct matrix *w, con
                            int64_t n, int64_t last, int rows, const uint16_t *const *x, int slices, int64_t k0,
                            int64_t k1, float *sums)
 {
-    const uint8_t *weight[4], *scale[4], *fetch[4], *fetch_scale[4];
+    const struct ahead to = FN(ahead)(w, route, n, more);
+    struct FN(four) f = {.pace = C == 4 ? 256 : 64};
     for (int c = 0; c < 4; c++) {
         const int64_t j = n + c < last ? n + c : last;
-        weight[c] = w->weight + j * w->weight_stride;
-        scale[c] = w->scale + j * w->scale_stride;
-        fetch[c] = FN(ahead)(w, route, j, more, &fetch_scale[c]);
+        f.weight[c] = w->weight + j * w->weight_stride;
+        f.scale[c] = w->scale + j * w->scale_stride;
+        f.fetch_scale[c] = FN(scales_ahead)(to, c);
     }
     const int64_t width = w->k / slices;
     for (int s = 0; s < slices; s++, sums += (int64_t)rows * STRIP)
-        for (int64_t k = k0; k < k1; k += CHUNK_FP4)
+        for (int64_t k = k0; k < k1; k += CHUNK_FP4) {
+            const int64_t at = (s * width + k) / 2;
+            const uint8_t *along = FN(byte_ahead)(to, C == 4 ? 4 * at : at);
+            for (int c = 0; c < 4; c++) f.fetch[c] = along + c * (C == 4 ? 64 : to.w->weight_stride);
             for (int c = 0; c < 4; c += C)
-                FN(pairs_dot)(R, C, weight + c, scale + c, fetch + c, fetch_scale + c, x, s * width + k,
-                              k1 - k < CHUNK_FP4 ? k1 - k : CHUNK_FP4, k == 0, sums + c);
+                FN(pairs_dot)(R, C, &f, c, x, s * width + k, k1 - k < CHUNK_FP4 ? k1 - k : CHUNK_FP4, k == 0, sums + c);
+        }
 }
 
 #define PAIRS_CASE(R, C) \

@@ -7,6 +7,7 @@
 
 #define V16_ROWS 2
 #define V16_COLUMNS 2
+#define V16_MANY 2
 
 typedef struct { __m256 a, b; } v16;
 typedef struct { __m256i a, b; } v16i;

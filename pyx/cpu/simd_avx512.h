@@ -7,6 +7,7 @@
 
 #define V16_ROWS 4
 #define V16_COLUMNS 4
+#define V16_MANY 8 /* rows whose sums fit with two outputs */
 
 typedef __m512 v16;
 typedef __m512i v16i;

@@ -10,6 +10,7 @@
 
 #define V16_ROWS 2    /* rows and outputs whose sums a linear keeps in registers */
 #define V16_COLUMNS 2
+#define V16_MANY 2
 
 typedef struct { float f[16]; } v16;
 typedef struct { int32_t i[16]; } v16i;
