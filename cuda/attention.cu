@@ -355,7 +355,8 @@ __device__ __forceinline__ int dim_of(int g, int j, int i, int plain, int dim) {
     return real_dim(g, 16 * (threadIdx.x & 3) + 8 * (i & 1) + j, plain, dim);
 }
 
-// list [T, width], counts [T, 2], fragments and scales (attend_prepare), a cache for each part, sink [H] → out [T, H, dim].
+// list [T, width], counts [T, 2], fragments and scales (attend_prepare); for each part codes [n, dim − rope_dim], their scales
+// [n, ⌈(dim − rope_dim) / 64⌉] and rope [n, rope_dim]; sink [H]; scale: dim^-½ → out [T, H, dim].
 // A block of ATTEND_THREADS for a row and 16 of its heads; SHARED_BYTES of shared memory.
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, 3)
 attend_rows(const int* list, const int* counts, const u32* fragments, const float* scales, const u8* codes0, const u8* scales0,

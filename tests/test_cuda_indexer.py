@@ -11,7 +11,8 @@ from test_ops_backends import mistakes
 
 from dsv4 import formats
 from dsv4.errors import InputError
-from dsv4.ops import IndexCache, Rope
+from dsv4.ops import IndexCache, Rope, kernels
+from dsv4.ops.cuda_rows import INDEX_KERNELS
 from dsv4.ops.reference import ReferenceOps
 
 pytestmark = pytest.mark.emulated
@@ -176,6 +177,19 @@ def test_places_of_entries():
     pages = i32([[7, 2, 4], [5, 0, 3]])
     found = PLAIN.entry_places(i32([[0, 7, 8, -1], [23, -1, 9, 16]]), i32([1, 0]), pages, 8)
     assert found.tolist() == [[40, 47, 0, -1], [39, -1, 17, 32]]
+
+
+@pytest.mark.compile_gate
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0), (12, 0)])
+def test_index_functions_compile_for_a_device(capability):
+    """What runs in tests as plain Python, through numba-CUDA without a device."""
+    from numba import cuda
+    from numba.core.sigutils import normalize_signature
+
+    for function, types in INDEX_KERNELS.items():
+        arguments, _ = normalize_signature(f"void(int64, {types})")
+        ptx, _ = cuda.compile_ptx(kernels.index_kernel(function, len(arguments) - 1), arguments, cc=capability)
+        assert ".entry" in ptx and function.__name__ in ptx
 
 
 def test_no_rows():
