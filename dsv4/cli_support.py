@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -104,6 +105,10 @@ def load_engine(model: str, settings: dict, progress):
     """The engine and the seconds it took to load."""
     from .engine import Engine
 
+    if find_spec("dsv4._staging"):  # compiled, then
+        from ._staging import guard_mapped_files
+
+        guard_mapped_files()
     start = time.perf_counter()
     engine = Engine.load(model, progress=progress, **settings)
     return engine, time.perf_counter() - start

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The gather of experts from files into staging memory: a thin binding of staging/gather.c."""
+"""Experts from files into staging memory, and files that shrink: thin bindings of staging/."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ cdef extern from "gather.h" nogil:
         int64_t piece, at
 
     fault c_gather "gather" (const piece *pieces, int64_t count, int threads)
+
+
+cdef extern from "guard.h" nogil:
+    int c_guard "guard_mapped_files" ()
+
+
+def guard_mapped_files():
+    """Have a mapped file that is cut short while it is read end the process with one line (guard.h)."""
+    error = c_guard()
+    if error:
+        raise OSError(error, os.strerror(error))
 
 
 def gather(uint8_t[::1] buffer, const int64_t[:, ::1] pieces, int threads):

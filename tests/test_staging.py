@@ -1,6 +1,9 @@
 """The gather: pieces of files into memory, with several threads; and its faults."""
 
 import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -107,3 +110,30 @@ def test_pieces_outside_the_buffer_are_refused(file, piece):
             _staging.gather(np.zeros(64, np.uint8), one(file[0], *piece, to=to), 1)
     with pytest.raises(InputError, match="expected pieces"):
         _staging.gather(np.zeros(64, np.uint8), np.zeros((1, 6), np.int64), 1)
+
+
+CUT = """
+import sys
+from pathlib import Path
+from dsv4.cli_support import load_engine
+engine, _ = load_engine(sys.argv[1], {"threads": 1}, None)
+ops, gate, calls = engine.model.ops, engine.model.ops.gate, []
+def cutting(*arguments):
+    calls.append(1)
+    if len(calls) == 2:
+        for path in Path(sys.argv[1]).glob("*.safetensors"):
+            with open(path, "r+b") as file:
+                file.truncate(4096)
+    return gate(*arguments)
+ops.gate = cutting
+engine.session().prefill([1, 2, 3])
+print("not reached")
+"""
+
+
+def test_a_mapped_file_cut_short_in_the_middle_of_a_forward_says_so(nano_dir, tmp_path):
+    shutil.copytree(nano_dir, tmp_path / "nano")
+    done = subprocess.run([sys.executable, "-c", CUT, str(tmp_path / "nano")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert done.stderr.startswith("dsv4: error: mapped files: expected them as when they were opened")
+    assert done.stderr.count("\n") == 1
