@@ -60,6 +60,8 @@ class Scheduler:
             if type(value) is not int or value < low or (high is not None and value > high):
                 expected = f"an integer, at least {low}" if high is None else f"an integer, {low} to {high}"
                 raise ConfigError(f"scheduler: {name}: expected {expected}; found {value!r}")
+        if prefix_dir is not None and not prefix_bytes:
+            raise ConfigError("scheduler: prefix_dir: expected prefix_bytes above 0 beside it, found 0")
         if engine.owner is not None:
             raise StateError("scheduler: expected an engine of its own, found one that runs another; close that first")
         self._prefixes = PrefixStore(engine, prefix_bytes, prefix_dir) if prefix_bytes else None

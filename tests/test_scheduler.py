@@ -316,6 +316,9 @@ def test_a_line_starts_as_given_and_follows():
 def test_all_decode_plainly_now_and_then(nano, prompts, monkeypatch):
     """Where all speculate nobody would learn what plain decoding takes."""
     steps, _ = watch(nano, monkeypatch)
+    forwarded, drafted = BatchCosts.forwarded, BatchCosts.drafted  # a machine on which drafting always pays
+    monkeypatch.setattr(BatchCosts, "forwarded", lambda self, rows, ms, *kind: forwarded(self, rows, 1 + rows / 100, *kind))
+    monkeypatch.setattr(BatchCosts, "drafted", lambda self, n, ms: drafted(self, n, n / 100))
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Scheduler(nano, token_budget=96) as scheduler:
         for ticket in [scheduler.submit(Request(prompts[1], params)) for _ in range(3)]:
@@ -382,7 +385,7 @@ def test_a_bad_request_is_refused_where_it_is_made(nano):
 
 @pytest.mark.parametrize(
     "wrong", [{"token_budget": 6}, {"token_budget": 6.5}, {"max_running": 7}, {"max_running": 0}, {"max_waiting": 0},
-              {"prefix_bytes": -1}],  # fmt: skip
+              {"prefix_bytes": -1}, {"prefix_dir": "states"}],  # fmt: skip
 )
 def test_wrong_settings(nano, wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
