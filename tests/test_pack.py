@@ -108,6 +108,11 @@ def test_a_truncated_copy(nano, tmp_path, keep):
     refused("nano", tmp_path / "cut.bin", "damaged header" if 0 <= keep <= 200 else "truncated; pack it again")
 
 
+def test_a_header_that_nests_without_end(tmp_path):
+    (tmp_path / "deep.bin").write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000)
+    refused("nano", tmp_path / "deep.bin", "damaged header")
+
+
 def test_a_longer_copy(nano, tmp_path):
     (tmp_path / "long.bin").write_bytes(nano.read_bytes() + b"\0")
     refused("nano", tmp_path / "long.bin", "truncated; pack it again")
@@ -202,6 +207,12 @@ def test_a_place_where_nothing_can_be_written(nano_dir, tmp_path):
     for path in (tmp_path, tmp_path / "absent" / "experts.bin"):
         with pytest.raises(CheckpointError, match="expected the name of a file in a directory that is there"):
             pack(nano_dir, path)
+    source = Path(shutil.copytree(nano_dir, tmp_path / "nano"))
+    for shard in source.glob("*.safetensors"):
+        before = shard.read_bytes()
+        with pytest.raises(CheckpointError, match="expected another file than a shard of the checkpoint itself"):
+            pack(source, shard)
+        assert shard.read_bytes() == before
     with pytest.raises(ConfigError, match="ranks: expected one of 1, 2; found 3"):
         pack(nano_dir, tmp_path / "experts.bin", 3)
 

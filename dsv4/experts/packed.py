@@ -75,7 +75,7 @@ class PackedExperts:
         text = self._file.read(length) if length <= _HEADER_LIMIT else b""
         try:
             header = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise self._error(f"a file of format {FORMAT}, made by `pack`", "another one, or a damaged header")
@@ -163,6 +163,8 @@ def pack(
         text = _text(header)
         records = len(sources) * sum(banks.values())
         total = _padded(8 + len(text)) + records * (layout.nbytes + 4) + 32
+        if any(Path(path).resolve() == (checkpoint.directory / shard.name).resolve() for shard in checkpoint.shards):
+            raise CheckpointError(f"packed experts {path}: expected another file than a shard of the checkpoint itself")
         _check_room(Path(path), total)
         report = (lambda done: progress("pack", done, records * layout.nbytes)) if progress else lambda done: None
         try:
