@@ -34,13 +34,13 @@ def clean(**extra):
 
 
 @contextmanager
-def started(*arguments, ranks=0, **environment):
-    """(process, address) of a server on a free port, once it answers."""
-    line = [sys.executable, "-m", "dsv4", "serve", "--port", "0", *map(str, arguments)]
+def started(*arguments, ranks=0, launcher=(), **environment):
+    """(process, address) of a server on a free port, once it answers; on ranks of mpirun, or by another launcher."""
+    line = [*(launcher or [sys.executable, "-m", "dsv4", "serve"]), "--port", "0", *map(str, arguments)]
     if ranks:
         line = [MPIRUN, "-n", str(ranks), *line]
     process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=clean(**environment), cwd=ROOT / "tests")  # fmt: skip
+                               env=clean(**environment), cwd=ROOT / "tests", start_new_session=bool(launcher))  # fmt: skip
     try:
         said = process.stdout.readline()
         assert said.startswith("dsv4: ") and "http://127.0.0.1:" in said, said + process.stderr.read()
@@ -188,6 +188,25 @@ def test_ranks_give_the_answers_of_one(ranks, model, tiny_with_text, nano_dir):
         process.send_signal(signal.SIGUSR1)
         status, _, err = ended(process)
         assert status == 0 and err == "", err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
+def test_the_script_ends_its_job_in_order(ranks, number, tmp_path):
+    """launch/serve.sh with an environment that is there already. A terminal sends Ctrl-C to the whole process group."""
+    shutil.copy(ROOT / "launch" / "serve.sh", tmp_path)
+    (tmp_path / "setup.sh").write_text(f"setup() {{ python={sys.executable}; }}\nvenv=/none\n")
+    script = ["bash", tmp_path / "serve.sh", str(ranks)]
+    with started(launcher=script, MPIRUN=str(MPIRUN)) as (process, address):
+        with httpx.stream("POST", address + "/v1/completions", json={**LONG, "max_tokens": 300}, timeout=60) as response:
+            line, lines = first_line(response)
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+            *_, last, empty, done, _ = [line, *lines]
+        assert done == "data: [DONE]" and json.loads(last[6:])["choices"][0]["finish_reason"] == "length"
+        assert ended(process) == (0, "", "")
 
 
 @pytest.mark.mpi
