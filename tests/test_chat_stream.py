@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4.chat import StreamParser, encode, parse
+from dsv4.chat import StreamParser, encode, parse, parsing
 from dsv4.chat.markup import CALLS, END_CALLS, END_INVOKE, END_PARAMETER, EOS, INVOKE, PARAMETER
 from dsv4.errors import StateError
 
@@ -172,6 +172,15 @@ def test_text_comes_as_soon_as_it_is_certain():
     thinking = StreamParser(thinking=True)
     assert thinking.feed("hm<") == [{"reasoning_content": "hm"}]
     assert thinking.feed("/think>Yes") == [{"content": "Yes"}]
+
+
+def test_a_long_call_is_not_read_again_with_every_piece(monkeypatch):
+    seen = []
+    monkeypatch.setattr(parsing, "strict_json", lambda text: seen.append(text))
+    values = [f"[{i}]" for i in range(5)]
+    text = block(invoke("f", *(param(f"p{i}", value, "false") for i, value in enumerate(values))))
+    in_pieces(text, range(len(text)), False)
+    assert seen == values
 
 
 def test_nothing_comes_after_the_end():

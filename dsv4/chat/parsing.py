@@ -41,6 +41,7 @@ class StreamParser:
         self._held = ""  # text that is not decided yet
         self._gap = ""  # the blank line before the block of calls, until a call has come
         self._in_block = 0  # calls of this block so far
+        self._call = _Call()
         self._deltas: list[dict] = []
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -67,7 +68,8 @@ class StreamParser:
                 return []
             self._held = self._held.removeprefix(self._prefix)
             self._prefix = ""
-        while getattr(self, f"_{self._where}_step")():
+        steps = {"reasoning": self._reasoning_step, "content": self._content_step, "calls": self._calls_step}
+        while steps[self._where]():
             pass
         return self._taken()
 
@@ -105,26 +107,25 @@ class StreamParser:
 
     def _calls_step(self) -> bool:
         """Take the next call, or the block's end; leave the block as content where neither can follow."""
-        tag, at = _expect(self._held, 0, (markup.INVOKE, markup.END_CALLS))
-        if tag == _WAIT:
+        found = self._call.read(self._held)
+        if found == _WAIT:
             return False
-        if tag == markup.END_CALLS and self._in_block:
-            self._held, self._where = self._held[at:], "content"
-            return True
-        call = _BAD
-        if tag == markup.INVOKE:
-            call, at = _read_call(self._held, at)
-            if call == _WAIT:
-                return False
-        if call == _BAD:
+        if found == markup.END_INVOKE:
+            self._take_call()
+        elif found == markup.END_CALLS and self._in_block:
+            self._held, self._where = self._held[self._call.at :], "content"
+        else:
             self._emit("content", self._opening())
             self._held, self._where = self._held.lstrip() if self._in_block else self._held, "content"
-            return True
+        self._call = _Call()
+        return True
+
+    def _take_call(self) -> None:
+        call = {"type": "function", "function": {"name": self._call.name, "arguments": self._call.json()}}
         self._deltas.append({"tool_calls": [{"index": len(self._calls), **call}]})
         self._calls.append(call)
         self._in_block += 1
-        self._held = self._held[at:]
-        return True
+        self._held = self._held[self._call.at :]
 
     # ------------------------------------------------------------------ output
     def _opening(self) -> str:
@@ -176,23 +177,6 @@ def _read_name(text: str, at: int) -> tuple[str | None, int]:
     return (name, end) if end >= 0 else (None, at)
 
 
-def _read_call(text: str, at: int) -> tuple[dict | str, int]:
-    """A call, from its name on to its closing tag."""
-    name, at = _read_name(text, at)
-    if not name:
-        return (_WAIT if name is None else _BAD), at
-    tag, at = _expect(text, at, ('">',), blank=False)
-    arguments: dict[str, str] = {}  # JSON text by name
-    while tag not in (_WAIT, _BAD):
-        tag, at = _expect(text, at, (markup.PARAMETER, markup.END_INVOKE))
-        if tag == markup.END_INVOKE:
-            body = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
-            return {"type": "function", "function": {"name": name, "arguments": f"{{{body}}}"}}, at
-        if tag == markup.PARAMETER:
-            tag, at = _read_parameter(text, at, arguments)
-    return tag, at
-
-
 def _read_parameter(text: str, at: int, arguments: dict[str, str]) -> tuple[str, int]:
     """Add a parameter, from its name on to its closing tag; one that is there already, or is no JSON, is bad."""
     name, at = _read_name(text, at)
@@ -214,3 +198,39 @@ def _read_parameter(text: str, at: int, arguments: dict[str, str]) -> tuple[str,
             return _BAD, at
     arguments[name] = value
     return kind, end + len(markup.END_PARAMETER)
+
+
+class _Call:
+    """A call, or the end of the block of calls, while it comes. Text before `at` is understood and not read again."""
+
+    def __init__(self) -> None:
+        self.name, self.at = "", 0
+        self.arguments: dict[str, str] = {}  # JSON text by name
+
+    def json(self) -> str:
+        """The arguments as the text of a JSON object."""
+        return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in self.arguments.items()) + "}"
+
+    def read(self, text: str) -> str:
+        """Read on in the text from the call's beginning → the closing tag of the call or block, _WAIT or _BAD."""
+        if not self.name:
+            tag, at = _expect(text, 0, (markup.INVOKE, markup.END_CALLS))
+            if tag != markup.INVOKE:
+                self.at = at
+                return tag
+            name, at = _read_name(text, at)
+            if not name:
+                return _WAIT if name is None else _BAD
+            tag, at = _expect(text, at, ('">',), blank=False)
+            if tag in (_WAIT, _BAD):
+                return tag
+            self.name, self.at = name, at
+        while True:
+            tag, at = _expect(text, self.at, (markup.PARAMETER, markup.END_INVOKE))
+            if tag == markup.PARAMETER:
+                tag, at = _read_parameter(text, at, self.arguments)
+            if tag in (_WAIT, _BAD):
+                return tag
+            self.at = at
+            if tag == markup.END_INVOKE:
+                return tag
