@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Callable, Generator, NamedTuple, Sequence
 
 import numpy as np
@@ -96,7 +97,8 @@ def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose
     """The plan of verify()."""
     if mode not in MODES:
         raise InputError(f"verify mode: expected one of {', '.join(MODES)}; found {mode!r}")
-    session.check(tokens)  # all of them can run, in either mode
+    if mode == "sequential":
+        session.check(tokens)  # all of them can run, as in one forward
     start = session.position
     settled, rows = [], []
     try:
@@ -118,7 +120,7 @@ def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose
 class Round:
     """One step of a generation: what it settled, what was drafted for it, and how long it took."""
 
-    margin: float  # of the committed token: how far its logit was ahead of the second
+    before: np.ndarray  # [vocab]: what the committed token was chosen from
     tokens: list[int] = field(default_factory=list)
     logits: np.ndarray | None = None  # float32 [len(tokens), vocab]
     draft: Drafted | None = None  # None: nothing was drafted
@@ -126,6 +128,11 @@ class Round:
     accepted: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
+
+    @cached_property
+    def margin(self) -> float:
+        """How far the committed token's logit was ahead of the second."""
+        return margin(self.before)
 
 
 @dataclass
@@ -171,7 +178,7 @@ class Speculator:
     def round(self, session: Session, token: int, logits: np.ndarray, room: int) -> Generator[Any, Any, Round]:
         """The plan of step()."""
         room = min(room, session.engine.max_context - session.position)
-        found = Round(margin=margin(logits))
+        found = Round(before=logits)
         if self.gate is not None and room > 1:
             yield from self._draft(token, found)
         length = found.length = min(found.length, room - 1)

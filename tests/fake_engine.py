@@ -43,9 +43,6 @@ class FakeSession:
                 progress(len(self.tokens), len(tokens))
         return self._logits()
 
-    def check(self, tokens):
-        """All tokens can run."""
-
     def rewind(self, position):
         del self.tokens[position:]
 
