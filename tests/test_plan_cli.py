@@ -135,9 +135,9 @@ def test_what_would_fit_does_fit(sizes):
     predict(Machine(4, 10), sizes[4], context=fits)
     with pytest.raises(CapacityError):
         predict(Machine(4, 10), sizes[4], context=fits + 256)
-    with pytest.raises(CapacityError, match="found 4 GiB; more or larger GPUs would, or --gpus 0"):
+    with pytest.raises(CapacityError, match="found 4 GiB; more or larger GPUs would do, or --gpus 0"):
         predict(Machine(4, 4), sizes[4])
-    with pytest.raises(CapacityError, match="plan: host memory: .* found 16 GiB; more would"):
+    with pytest.raises(CapacityError, match="plan: host memory: .* found 16 GiB; more would do"):
         predict(Machine(ram=16), sizes[1])
 
 

@@ -89,7 +89,7 @@ def _does_not_fit(
 ) -> CapacityError:
     state = sizes.state(context, sessions, CHUNK).state
     fits = sizes.longest(state + free, sessions, CHUNK, context)
-    hint = f"a --context of {fits} would fit" if fits else "more or larger GPUs would" if "GPU" in where else "more would"
+    hint = f"a --context of {fits} would fit" if fits else "more or larger GPUs would do" if "GPU" in where else "more would do"
     if not fits and "GPU" in where:
         hint += ", or --gpus 0, which computes on the processor"
     return CapacityError(
