@@ -67,11 +67,11 @@ class Sequence:
         """So many tokens of its prompt ran; logits [n, vocab] of the last one, if that was the prompt's."""
         self._consumed += tokens
         done = not self.left()
-        if self.prefixes is not None and (done or self.session.position == self._keep_at):
-            self.prefixes.keep(self.session)
         if done:
             self._consumed = 0
             self.advance(logits[0])
+        if self.prefixes is not None and (done or self.session.position == self._keep_at):
+            self.prefixes.keep(self.session)  # after the first token is out: the session still is where the prompt left it
 
     def drafted(self, block) -> None:
         error, self._fresh = self._fresh, None
@@ -84,13 +84,14 @@ class Sequence:
             self.wish = self._next(answer, error, steps)
         except Exception as found:
             self.wish, self.error = None, found
-        if self.wish is None and self.error is None:
-            if self.prefixes is not None:
-                self.prefixes.keep(self.session)
+        answered = self.wish is None and self.error is None
+        if answered:
             self.reason = steps[-1].finish_reason
             steps[-1] = replace(steps[-1], **self.numbers())
         self._tell_counts()
         self.ticket.put(steps)
+        if answered and self.prefixes is not None:
+            self.prefixes.keep(self.session)
 
     def _tell_counts(self) -> None:
         done = self.ticket.rounds.counters
