@@ -38,7 +38,7 @@ class Ticket:
         self._cancel = cancel
         self._changed = threading.Condition()
         self._steps: list[Step] = []
-        self._ended = False
+        self._over = threading.Event()
         self._reason: str | None = None
         self._numbers: dict[str, dict] = {}
         self._error: BaseException | None = None
@@ -47,13 +47,13 @@ class Ticket:
     @property
     def done(self) -> bool:
         """Has it ended: answered, failed or cancelled?"""
-        return self._ended
+        return self._over.is_set()
 
     def __iter__(self) -> Iterator[Step]:
         seen = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: len(self._steps) > seen or self._ended)
+                self._changed.wait_for(lambda: len(self._steps) > seen or self.done)
                 new = self._steps[seen:]
                 error = self._error
             if not new:
@@ -66,9 +66,8 @@ class Ticket:
     def result(self, timeout: float | None = None) -> Completion:
         """The whole answer; a cancelled one has finish_reason "cancelled" and what there was. Raises TimeoutError, and
         what the request failed with."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ended, timeout):
-                raise TimeoutError(f"ticket: expected an answer within {timeout} s, found {len(self._steps)} tokens of it")
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"ticket: expected an answer within {timeout} s, found {len(self._steps)} tokens of it")
         if self._error is not None:
             raise self._error
         return completion(self._steps, self._reason, self._numbers)
@@ -93,6 +92,7 @@ class Ticket:
     def end(self, reason: str | None, numbers: dict[str, dict], error: BaseException | None = None) -> None:
         """No more comes. The first end counts."""
         with self._changed:
-            if not self._ended:
-                self._ended, self._reason, self._numbers, self._error = True, reason, numbers, error
+            if not self.done:
+                self._reason, self._numbers, self._error = reason, numbers, error
+                self._over.set()
                 self._changed.notify_all()
