@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-DECAY = 0.98  # of an expert's count, per forward: what was chosen 34 forwards ago counts half
+# Of an expert's count, per forward: what was chosen 14 forwards ago counts half. Measured on nano's four kinds of text with
+# room for 10, 16 and 28 of 56 experts: 25, 46 and 71 % hits; with 0.8 24, 44 and 69 %, with 0.999 21, 40 and 65 %.
+DECAY = 0.95
 _LARGE = 1e100
 
 
