@@ -219,7 +219,8 @@ index_scores(const float* q, const float* w, const u8* codes, const u8* scales, 
 
 // ---------------------------------------------------------------------- choice
 #define BINS 2048  // of a digit of 11 bits; three digits make 32
-#define ITEMS 4    // entries in a row that a thread looks at when it writes
+#define BATCH 8    // entries that a thread counts at a time
+#define ITEMS 8    // entries in a row that a thread looks at when it writes
 
 // A float's bits, so that unsigned order is the floats' order; −0 as 0.
 __device__ __forceinline__ u32 ordered(float x) {
@@ -227,23 +228,32 @@ __device__ __forceinline__ u32 ordered(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// counts [BINS]: how many of some keys have a digit. The first warp finds the digit at which, from the top, `need` of them
-// are reached → found[0], how many of those with just this digit are needed → found[1], and how many there are → found[2].
-__device__ __forceinline__ void find_digit(const int* counts, int need, int* found) {
-    const int lane = threadIdx.x & 31, own = BINS / 32;
-    int sum = 0;
-    for (int i = 0; i < own; i++) sum += counts[lane * own + ((i + lane) & (own - 1))];  // each lane another bank
-    int upto = sum;  // with the lanes above
+// Lanes' counts, lane 31's first: the lane at which `left` of them are reached, and of them how many are left for it.
+__device__ __forceinline__ int find_lane(int count, int& left) {
+    const int lane = threadIdx.x & 31;
+    int upto = count;  // with the lanes above
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
         const int above = __shfl_down_sync(FULL_MASK, upto, d);
         if (lane + d < 32) upto += above;
     }
-    int left = need - (upto - sum);
-    if (left <= 0 || left > sum) return;
-    int digit = lane * own + own - 1;
-    for (; left > counts[digit]; digit--) left -= counts[digit];
-    found[0] = digit, found[1] = left, found[2] = counts[digit];
+    const int own = left - (upto - count);
+    const int who = __ffs(__ballot_sync(FULL_MASK, own > 0 && own <= count)) - 1;
+    left = __shfl_sync(FULL_MASK, own, who);
+    return who;
+}
+
+// counts [BINS]: how many of some keys have a digit. One warp finds the digit at which, from the top, `need` of them are
+// reached → found[0], how many of those with just this digit are needed → found[1], and how many there are → found[2].
+__device__ __forceinline__ void find_digit(const int* counts, int need, int* found) {
+    const int lane = threadIdx.x & 31, own = BINS / 32;
+    int sum = 0;
+#pragma unroll 16
+    for (int i = 0; i < own; i++) sum += counts[lane * own + ((i + lane) & (own - 1))];  // each lane another bank
+    const int first = find_lane(sum, need) * own, two = first + 2 * lane;
+    int digit = first + 2 * find_lane(counts[two] + counts[two + 1], need) + 1;
+    if (need > counts[digit]) need -= counts[digit--];
+    if (lane == 0) found[0] = digit, found[1] = need, found[2] = counts[digit];
 }
 
 // scores [T, stride], visible [T] → chosen [T, k]: the k best of a row's visible entries, ascending; all of them, then −1,
@@ -269,9 +279,16 @@ index_choose(const float* scores, const int* visible, int* chosen, int k, i64 st
         const u32 digits = shift ? BINS - 1 : 1023;
         for (int i = threadIdx.x; i < BINS; i += blockDim.x) counts[i] = 0;
         __syncthreads();
-        for (int j = threadIdx.x; j < n; j += blockDim.x) {
-            const u32 key = ordered(score[j]);
-            if ((key & mask) == prefix) atomicAdd(&counts[key >> shift & digits], 1);
+        for (int start = threadIdx.x; start < n; start += blockDim.x * BATCH) {
+            u32 key[BATCH];  // all loads on their way before the first is waited for
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const int j = start + i * blockDim.x;
+                key[i] = ordered(j < n ? score[j] : 0.0f);
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+                if (start + (int)(i * blockDim.x) < n && (key[i] & mask) == prefix) atomicAdd(&counts[key[i] >> shift & digits], 1);
         }
         __syncthreads();
         if (warp == 0) find_digit(counts, need, found);
