@@ -2,6 +2,7 @@
 //
 //   mma_fp16     D[16, 8] = A[16, 16] · B[16, 8] + D, A and B fp16, D float32; products are exact, sums float32
 //   fp16_pair    two float32 rounded to fp16, the first in the low half; fp16_low, fp16_high: back again, exact
+//   fp8_pairs    8 e4m3 codes → fp16, as e4m3_pairs, by the card's own conversion (sm_89+)
 //   copy16       16 bytes from global to shared memory, behind the program's back where the card can (sm_80+)
 //
 // Fragments, lane = 4 g + t (PTX manual, mma.m16n8k16 and m16n8k8): words of two fp16, low half first
@@ -58,6 +59,10 @@ __device__ __forceinline__ u32 fp16_pair(float low, float high) { return fp16_bi
 __device__ __forceinline__ float fp16_low(u32 pair) { return fp16_value(pair & 0xffff); }
 __device__ __forceinline__ float fp16_high(u32 pair) { return fp16_value(pair >> 16); }
 
+// FP8_RAISE times these is the codes' values.
+#define FP8_RAISE E4M3_RAISE
+__device__ __forceinline__ void fp8_pairs(u32 low, u32 high, u32 pair[4]) { e4m3_pairs(low, high, pair); }
+
 __device__ __forceinline__ void copy16(void* shared, const void* global) { emu::copy_later(shared, global, 16); }
 __device__ __forceinline__ void copy_commit() { emu::copy_commit(); }
 template <int NEWEST> __device__ __forceinline__ void copy_wait() { emu::copy_wait(NEWEST); }
@@ -94,6 +99,22 @@ __device__ __forceinline__ float fp16_high(u32 pair) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(x) : "r"(pair));
     return x;
 }
+
+#if __CUDA_ARCH__ >= 890
+#define FP8_RAISE 1.0f
+__device__ __forceinline__ void fp8_pairs(u32 low, u32 high, u32 pair[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) { // bytes: codes i, i + 4, i + 1, i + 5
+        const u32 codes = __byte_perm(low, high, i ? 0x7362 : 0x5140);
+        asm("{.reg .b16 one, two; mov.b32 {one, two}, %2; cvt.rn.f16x2.e4m3x2 %0, one; cvt.rn.f16x2.e4m3x2 %1, two;}"
+            : "=r"(pair[i]), "=r"(pair[i + 1])
+            : "r"(codes));
+    }
+}
+#else
+#define FP8_RAISE E4M3_RAISE
+__device__ __forceinline__ void fp8_pairs(u32 low, u32 high, u32 pair[4]) { e4m3_pairs(low, high, pair); }
+#endif
 
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void copy16(void* shared, const void* global) {

@@ -46,12 +46,20 @@ __device__ __forceinline__ void e4m3_pairs(u32 low, u32 high, u32 pair[4]) {
     }
 }
 
-// 8 e2m1 codes, k = 0 in the lowest nibble → 4 pairs.
+// 8 e2m1 codes, k = 0 in the lowest nibble → 4 pairs. First the upper bytes of the fp16 values, four to a word.
 __device__ __forceinline__ void e2m1_pairs(u32 codes, u32 pair[4]) {
-    pair[0] = (codes << 12 & 0x80008000u) | (codes << 9 & 0x0e000e00u);
-    pair[1] = (codes << 8 & 0x80008000u) | (codes << 5 & 0x0e000e00u);
-    pair[2] = (codes << 4 & 0x80008000u) | (codes << 1 & 0x0e000e00u);
-    pair[3] = (codes & 0x80008000u) | (codes >> 3 & 0x0e000e00u);
+    const u32 even = (codes << 4 & 0x80808080u) | (codes << 1 & 0x0e0e0e0eu);
+    const u32 odd = (codes & 0x80808080u) | (codes >> 3 & 0x0e0e0e0eu);
+    pair[0] = __byte_perm(even, 0, 0x2404);
+    pair[1] = __byte_perm(odd, 0, 0x2404);
+    pair[2] = even & 0xff00ff00u;
+    pair[3] = odd & 0xff00ff00u;
+}
+
+// e8m0_value of byte i of four for weights, whose loader has refused 255: that gives infinity here.
+__device__ __forceinline__ float weight_scale(u32 bytes, int i) {
+    const u32 exponent = (i < 3 ? bytes << (23 - 8 * i) : bytes >> 1) & 0x7f800000u;
+    return as_float(exponent > 0x00400000u ? exponent : 0x00400000u);
 }
 
 // ---------------------------------------------------------------------- rounding, to nearest even

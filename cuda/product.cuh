@@ -8,7 +8,7 @@
 // slice are added in ascending order, the slices as a binary tree. Weights are the 16-side, rows the 8-side of an mma.
 //
 // Packed rows (pack_block writes them): K padded with zeros to blocks of 128, per block 16 chunks of 16 bytes, chunk c
-// the fp16 values of k = 8c .. 8c+7 in the order 0 4 1 5 2 6 3 7 (that of e4m3_pairs and e2m1_pairs), and one scale.
+// the fp16 values of k = 8c .. 8c+7 in the order 0 4 1 5 2 6 3 7 (that of fp8_pairs and e2m1_pairs), and one scale.
 // What 11 bits of an input do not hold is in a second piece, 2^-11 of its numbers; a block that needs it has a negative
 // scale. Inputs rounded to e4m3 never do. Where a neighbour needs it, zeros are added: no bit changes.
 #pragma once
@@ -86,7 +86,8 @@ struct Product {
     i64 out_row, out_slice;
 };
 
-// A lane's weights of one block: rows g and g + 8 of 16. fp8: 16 codes of each half block; fp4: 32 codes, one group.
+// A lane's weights of one block, rows g and g + 8 of 16. fp8: w[2h], w[2h + 1] 16 codes of either half of the block, from 16t on.
+// fp4: w[h].xy, w[h].zw 16 codes of groups 0 or 1 and 2 or 3, of the four lanes' 64 codes in a row those from 16t on.
 template <bool FP4> struct Held {
     uint4 w[FP4 ? 2 : 4];
     u32 scale[2];
@@ -101,14 +102,17 @@ template <bool FP4> struct WeightRows {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int own = n + lane / 4 + 8 * h, at = p.first + (own < p.n ? own : p.n - 1);
-            row[h] = p.weight + (i64)at * stride + lane % 4 * 16;
+            row[h] = p.weight + (i64)at * stride + lane % 4 * (FP4 ? 8 : 16);
             scale[h] = FP4 ? p.scale + (i64)at * (stride / 16) : p.scale + (i64)(at / BLOCK) * p.blocks;
         }
     }
 
+    // 16 bytes (fp8) or 8 (fp4) of a row from `at` on, of 64 or 32 that the four lanes take; zeros beyond its end.
     __device__ __forceinline__ uint4 codes(int h, int at) const {
-        const int place = at + (threadIdx.x & 3) * 16;
-        return place < stride ? __ldg((const uint4*)(row[h] + at)) : make_uint4(0, 0, 0, 0);
+        return at + (threadIdx.x & 3) * 16 < stride ? __ldg((const uint4*)(row[h] + at)) : make_uint4(0, 0, 0, 0);
+    }
+    __device__ __forceinline__ uint2 half_codes(int h, int at) const {
+        return at + (threadIdx.x & 3) * 8 < stride ? __ldg((const uint2*)(row[h] + at)) : make_uint2(0, 0);
     }
 
     __device__ __forceinline__ void load(Held<FP4>& held, int block) const {
@@ -120,7 +124,8 @@ template <bool FP4> struct WeightRows {
                 held.scale[h] = scale[h][block];
                 continue;
             }
-            held.w[h] = codes(h, 64 * block);
+            const uint2 one = half_codes(h, 64 * block), two = half_codes(h, 64 * block + 32);
+            held.w[h] = make_uint4(one.x, one.y, two.x, two.y);
             if (stride % 64 == 0) {
                 held.scale[h] = __ldg((const u32*)scale[h] + block);
             } else { // the last block is short
@@ -131,17 +136,13 @@ template <bool FP4> struct WeightRows {
     }
 };
 
-// Word j of lane t of four lanes becomes word t of lane j: a group of 32 codes comes to lie across the four lanes.
-__device__ __forceinline__ void transpose(uint4& w) {
-    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-    u32 got = __shfl_xor_sync(FULL_MASK, odd ? w.x : w.y, 1);
-    (odd ? w.x : w.y) = got;
-    got = __shfl_xor_sync(FULL_MASK, odd ? w.z : w.w, 1);
-    (odd ? w.z : w.w) = got;
-    got = __shfl_xor_sync(FULL_MASK, upper ? w.x : w.z, 2);
-    (upper ? w.x : w.z) = got;
-    got = __shfl_xor_sync(FULL_MASK, upper ? w.y : w.w, 2);
-    (upper ? w.y : w.w) = got;
+// fp4: lanes 0 and 1 of four hold one group's words 0 1 and 2 3, lanes 2 and 3 the next group's. Then all four hold one word of
+// either group: lane t word 2 (t % 2) + t / 2, the first group's in `one`.
+__device__ __forceinline__ void spread(u32& one, u32& two) {
+    const bool upper = threadIdx.x & 2;
+    const u32 got = __shfl_xor_sync(FULL_MASK, upper ? one : two, 2);
+    one = upper ? got : one;
+    two = upper ? two : got;
 }
 
 __device__ __forceinline__ u32 word_of(const uint4& w, int i) { return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w; }
@@ -151,7 +152,9 @@ __device__ __forceinline__ u32 word_of(const uint4& w, int i) { return i == 0 ? 
 template <bool FP4, int TILES, class Chunk, class Scale>
 __device__ __forceinline__ void add_block(float part[TILES][4], Held<FP4>& held, int active, Chunk chunk, Scale scale) {
     const int t = threadIdx.x & 3;
-    if (FP4) transpose(held.w[0]), transpose(held.w[1]);
+    if (FP4)
+#pragma unroll
+        for (int h = 0; h < 2; h++) spread(held.w[h].x, held.w[h].y), spread(held.w[h].z, held.w[h].w);
     float xs[TILES][2];
     bool more = false;
 #pragma unroll
@@ -160,7 +163,7 @@ __device__ __forceinline__ void add_block(float part[TILES][4], Held<FP4>& held,
         for (int i = 0; i < 2; i++) {
             const float s = n < active ? scale(n, i) : 0.0f;
             more |= s < 0;
-            xs[n][i] = fabsf(s) * (FP4 ? E2M1_RAISE : E4M3_RAISE);
+            xs[n][i] = fabsf(s) * (FP4 ? E2M1_RAISE : FP8_RAISE);
         }
 #pragma unroll 1
     for (int piece = 0; piece < 2; piece++) {
@@ -172,21 +175,21 @@ __device__ __forceinline__ void add_block(float part[TILES][4], Held<FP4>& held,
                 e2m1_pairs(word_of(held.w[0], c), one);
                 e2m1_pairs(word_of(held.w[1], c), two);
             } else {
-                e4m3_pairs(word_of(held.w[c / 2], c % 2 * 2), word_of(held.w[c / 2], c % 2 * 2 + 1), one);
-                e4m3_pairs(word_of(held.w[2 + c / 2], c % 2 * 2), word_of(held.w[2 + c / 2], c % 2 * 2 + 1), two);
+                fp8_pairs(word_of(held.w[c / 2], c % 2 * 2), word_of(held.w[c / 2], c % 2 * 2 + 1), one);
+                fp8_pairs(word_of(held.w[2 + c / 2], c % 2 * 2), word_of(held.w[2 + c / 2], c % 2 * 2 + 1), two);
             }
             const u32 a[2][4] = {{one[0], two[0], one[1], two[1]}, {one[2], two[2], one[3], two[3]}};
 #pragma unroll
             for (int n = 0; n < TILES; n++) {
                 if (n >= active) continue;
-                const uint4 x = chunk(n, piece, FP4 ? 4 * c + t : c / 2 * 8 + 2 * t + c % 2);
+                const uint4 x = chunk(n, piece, FP4 ? 4 * c + 2 * (t % 2) + t / 2 : c / 2 * 8 + 2 * t + c % 2);
                 const u32 b[2][2] = {{x.x, x.y}, {x.z, x.w}};
                 mma_fp16(sum[n], a[0], b[0]);
                 mma_fp16(sum[n], a[1], b[1]);
                 if (!FP4 && c < 3) continue;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const float ws = e8m0_value(FP4 ? held.scale[i / 2] >> 8 * c & 255 : held.scale[i / 2]);
+                    const float ws = weight_scale(held.scale[i / 2], FP4 ? c : 0);
                     part[n][i] = fmaf(sum[n][i] * xs[n][i % 2], ws, part[n][i]);
                     sum[n][i] = 0;
                 }
@@ -222,7 +225,7 @@ template <bool FP4, int TILES> __device__ void product_split(const Product& p, c
     i64 x_at[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; n++) x_at[n] = x_row[8 * n + g] < 0 ? -1 : (i64)x_row[8 * n + g] * p.blocks;
-    constexpr int AHEAD = FP4 ? 4 : 2; // blocks of weights on their way
+    constexpr int AHEAD = FP4 ? 3 : 2; // blocks of weights on their way
     for (int leaf = warp % lanes; leaf < leaves; leaf += lanes) {
         const int begin = part_begin(p, leaf), end = part_end(p, leaf);
         float part[TILES][4] = {};
