@@ -275,7 +275,7 @@ index_choose(const float* scores, const int* visible, int* chosen, int k, i64 st
     // `need` of the keys that begin with `prefix` are wanted, and all above; done when that is all of them
     u32 prefix = 0, mask = 0;
     int need = k, there = n;
-    for (int shift = 21; need != there; shift = shift > 10 ? shift - 11 : 0) {
+    for (int shift = 21; need && need != there; shift = shift > 10 ? shift - 11 : 0) {
         const u32 digits = shift ? BINS - 1 : 1023;
         for (int i = threadIdx.x; i < BINS; i += blockDim.x) counts[i] = 0;
         __syncthreads();
