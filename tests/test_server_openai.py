@@ -22,6 +22,8 @@ from dsv4.generate import complete  # noqa: E402
 from dsv4.scheduler import Scheduler  # noqa: E402
 
 STORY = [{"role": "user", "content": "Tell me a story about a wren."}]
+# Greedy, nano tells this story in circles, without an end.
+ENDLESS = {"model": "nano", "prompt": "Once upon a time", "max_tokens": 2000, "temperature": 0, "stream": True}
 PROMPTS = ["Once upon a time", "def add(a, b):", "1, 2, 3, 4, ", "Oren has 6 bags of 12 eggs."]
 
 
@@ -177,8 +179,7 @@ def test_a_full_queue(client, server):
     streams = []
     with pytest.raises(openai.RateLimitError, match="waiting requests"):
         for _ in range(30):
-            streams.append(client.completions.create(model="nano", prompt=[5, 6], max_tokens=2000, stream=True,
-                                                     extra_body={"top_k": 640}))  # fmt: skip
+            streams.append(client.completions.create(**ENDLESS))
     assert len(streams) >= 20
     for stream in streams:
         stream.close()
@@ -187,8 +188,9 @@ def test_a_full_queue(client, server):
 
 # ------------------------------------------------------------------------------------------------ leaving, and many at once
 def test_a_client_that_leaves_frees_its_slot(client, server):
+    until(lambda: stats(server).running == 0)
     before = stats(server)
-    stream = client.completions.create(model="nano", prompt=PROMPTS[0], max_tokens=2000, temperature=1, stream=True)
+    stream = client.completions.create(**ENDLESS)
     next(iter(stream))
     assert stats(server).running == 1
     stream.close()
@@ -221,13 +223,15 @@ def test_sixteen_clients_at_once(client, alone, server):
         wrong = list(crowd.map(lambda number: one(client, answers, number), range(48)))
     assert [found for found in wrong if found] == []
     until(lambda: stats(server).running == stats(server).waiting == 0 and not server.service.tickets)
-    assert sum(thread.name == "dsv4-ticket" for thread in threading.enumerate()) == 0
+    until(lambda: all(thread.name != "dsv4-ticket" for thread in threading.enumerate()))
 
 
 def test_metrics_count_it(client, server):
+    client.completions.create(model="nano", prompt=PROMPTS[2], max_tokens=60, temperature=0)
+    until(lambda: stats(server).running == 0)
     before = stats(server)
     text = httpx.get(server.address + "/metrics").text
     values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
-    assert values["dsv4_generated_tokens_total"] == before.generated_tokens > 100
+    assert values["dsv4_generated_tokens_total"] == before.generated_tokens >= 60
     assert values["dsv4_accepted_total"] == before.accepted > 0 and values["dsv4_rounds_total"] > 0
     assert json.loads(httpx.get(server.address + "/health").text) == {"status": "ok"}
