@@ -17,6 +17,8 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from fake_scheduler import until  # noqa: E402
+
 import dsv4  # noqa: E402
 from dsv4.generate import complete  # noqa: E402
 
@@ -71,12 +73,11 @@ def test_it_ends_when_told_to(number):
 
 
 def test_running_answers_come_to_their_end_and_new_ones_are_refused():
-    with started() as (process, address):
-        with httpx.stream("POST", address + "/v1/completions", json={**LONG, "max_tokens": 800}, timeout=60) as response:
+    with started("--drain", 200) as (process, address):
+        with httpx.stream("POST", address + "/v1/completions", json={**LONG, "max_tokens": 1200}, timeout=60) as response:
             line, lines = first_line(response)
             process.terminate()
-            while httpx.get(address + "/health").status_code == 200:
-                continue
+            until(lambda: httpx.get(address + "/health").status_code == 503)
             assert httpx.post(address + "/v1/completions", json=LONG).status_code == 503
             *_, last, empty, done, _ = [line, *lines]
         assert done == "data: [DONE]" and json.loads(last[6:])["choices"][0]["finish_reason"] == "length"
@@ -88,8 +89,7 @@ def test_a_second_signal_cuts_them_off():
         with httpx.stream("POST", address + "/v1/completions", json=LONG, timeout=60) as response:
             line, lines = first_line(response)
             process.send_signal(signal.SIGINT)
-            while httpx.get(address + "/health").status_code == 200:
-                continue
+            until(lambda: httpx.get(address + "/health").status_code == 503)
             process.send_signal(signal.SIGINT)
             *_, last, empty, done, _ = [line, *lines]
         assert done == "data: [DONE]" and json.loads(last[6:])["error"]["code"] == "closing"
