@@ -18,6 +18,7 @@ from .cli_gate import gate
 from .cli_pack import pack
 from .cli_plan import plan
 from .cli_serve import serve
+from .cli_pack import pack
 from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import Bars, engine_options, load_engine, prompt_options, quiet_follower, read_prompt, say
 from .cli_synth import synth
@@ -59,6 +60,7 @@ cli.add_command(gate)
 cli.add_command(pack)
 cli.add_command(plan)
 cli.add_command(serve)
+cli.add_command(pack)
 cli.add_command(synth)
 
 
