@@ -400,12 +400,12 @@ def test_bench_measures(run):
     assert status == 0
     found = [(record["name"], record.get("tokens")) for record in records]
     assert found == [("load", None), *[(n, t) for t in (16, 40) for n in ("prefill", "decode")],
-                     ("exchange", None), ("memory", None)]  # fmt: skip
+                     ("exchange", None), ("memory", None), ("experts", None)]  # fmt: skip
     for record in records:
         assert {"model", "backend", "threads", "cpu", "cores", "isa", "python", "numpy"} <= record.keys()
-        assert record["name"] in ("exchange", "memory") or record["seconds"] > 0
+        assert record["name"] in ("exchange", "memory", "experts") or record["seconds"] > 0
         assert "tokens" not in record or record["tokens_per_s"] > 0
-    assert records[-1]["peak_bytes"] > 1e7
+    assert records[-2]["peak_bytes"] > 1e7 and records[-1]["placement"]
     status, table, _ = run("bench", *options)
     assert status == 0 and "decode tok/s" in table and "40" in table
     refused(run("bench", "--contexts", "8191", "--steps", 2), "contexts: expected 1 to 8190", "8191")

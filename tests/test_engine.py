@@ -70,7 +70,7 @@ def test_stored_sizes(nano_dir):
 
 # ---------------------------------------------------------------------- settings
 def test_settings_that_cannot_be(monkeypatch):
-    with pytest.raises(ConfigError, match="expected one of cpu, reference; found 'gpu'"):
+    with pytest.raises(ConfigError, match="expected one of cpu, cuda, reference; found 'gpu'"):
         Engine.load("nano", backend="gpu")
     with pytest.raises(ConfigError, match="at most the model's 8192"):
         Engine.load("nano", max_context=8193)
