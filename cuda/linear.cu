@@ -26,7 +26,8 @@ pack_rows(const float* x, int rows, int K, int blocks, int rounded, void* x_high
 }
 
 // codes [rows, bytes] at any address → out [rows, stride], zeros beyond `bytes`: what the products need is a multiple of 16.
-extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS) pad_rows(const u8* codes, u8* out, i64 rows, int bytes, int stride) {
+extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS)
+pad_rows(const u8* codes, u8* out, i64 rows, int bytes, int stride) {
     const i64 i = (i64)blockIdx.x * PRODUCT_THREADS + threadIdx.x, row = i / stride;
     const int at = (int)(i % stride);
     if (row < rows) out[i] = at < bytes ? codes[row * bytes + at] : 0;
@@ -122,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS) add_slices(const f
 // ---------------------------------------------------------------------- bf16 and float32 weights
 #define DENSE_OUTPUTS 4 // of a warp
 
-// Sums over the lanes of each of COUNT values: lane l gets that of value l / (32 / COUNT). Every value is added at distances 16, 8, 4, 2, 1
-// of lanes; while a lane holds several it gives half of them away.
+// Sums over the lanes of each of COUNT values: lane l gets that of value l / (32 / COUNT). Every value is added at
+// distances 16, 8, 4, 2, 1 of lanes; while a lane holds several it gives half of them away.
 template <int COUNT> __device__ __forceinline__ float sum_lanes(float* v) {
     const int lane = threadIdx.x & 31;
     int held = COUNT;
@@ -149,8 +150,9 @@ template <bool BF16> __device__ __forceinline__ void load8(float v[8], const voi
     if (wide && k < K) {
         const uint4 a = __ldg((const uint4*)((const u8*)row + (i64)k * (BF16 ? 2 : 4)));
         if (BF16) {
-            v[0] = bf16_value(a.x), v[1] = as_float(a.x & 0xffff0000u), v[2] = bf16_value(a.y), v[3] = as_float(a.y & 0xffff0000u);
-            v[4] = bf16_value(a.z), v[5] = as_float(a.z & 0xffff0000u), v[6] = bf16_value(a.w), v[7] = as_float(a.w & 0xffff0000u);
+            const u32 pair[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[2 * i] = bf16_value(pair[i]), v[2 * i + 1] = as_float(pair[i] & 0xffff0000u);
         } else {
             const uint4 b = __ldg((const uint4*)((const float*)row + k + 4));
             v[0] = as_float(a.x), v[1] = as_float(a.y), v[2] = as_float(a.z), v[3] = as_float(a.w);

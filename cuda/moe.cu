@@ -135,10 +135,11 @@ swiglu(const float* g, const float* u, const float* weight, float* y, int rows, 
     if (i < (i64)rows * n) y[i] = activation(g[i], u[i], weight ? weight[i / n] : 1.0f, limit);
 }
 
-// products [2, entries, inner] (g, then u), factor [entries] → the rounded activation as packed rows: x_high [entries, blocks, 128] fp16,
-// x_scale [entries, blocks], blocks = ceil(inner / 128). A warp per block of 128.
+// products [2, entries, inner] (g, then u), factor [entries] → the rounded activation as packed rows: x_high [entries, blocks,
+// 128] fp16, x_scale [entries, blocks], blocks = ceil(inner / 128). A warp per block of 128.
 extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS)
-activate(const float* products, const float* factor, int entries, int inner, int blocks, float limit, void* x_high, float* x_scale) {
+activate(const float* products, const float* factor, int entries, int inner, int blocks, float limit, void* x_high,
+         float* x_scale) {
     const int lane = threadIdx.x & 31;
     const i64 at = (i64)blockIdx.x * PRODUCT_WARPS + (threadIdx.x >> 5), entry = at / blocks;
     if (entry >= entries) return;
@@ -154,8 +155,8 @@ activate(const float* products, const float* factor, int entries, int inner, int
 }
 
 // ---------------------------------------------------------------------- the sum over experts
-// z [T (k + 1), slices, width]: what each entry adds to outputs first .. first + width − 1; place [T, k] → y [T, d]. Per slice the experts
-// in ascending order of the choices, the shared one last; slices as a binary tree. A choice of no expert gives NaN.
+// z [T (k + 1), slices, width]: what each entry adds to outputs first .. first + width − 1; place [T, k] → y [T, d]. Per
+// slice the experts in ascending order of the choices, the shared one last; slices as a binary tree. A choice of no expert gives NaN.
 extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS)
 combine(const float* z, const int* place, float* y, int T, int k, int slices, int width, int first, int d) {
     const int i = blockIdx.x * PRODUCT_THREADS + threadIdx.x;

@@ -216,7 +216,8 @@ __device__ __forceinline__ int part_end(const Product& p, int leaf) {
 // ---------------------------------------------------------------------- few rows: the block's warps share out the parts
 // 16 · (8 / lanes) outputs from 16 · (8 / lanes) · blockIdx.x on, lanes = min(8, parts of K); up to 8 · TILES entries,
 // whose rows of x are x_row[entry − entry0] (shared memory, −1: none). sums: parts of K × 8 / lanes × 8 · TILES × 16.
-template <bool FP4, int TILES> __device__ void product_split(const Product& p, const int* x_row, int entry0, int count, float* sums) {
+template <bool FP4, int TILES>
+__device__ void product_split(const Product& p, const int* x_row, int entry0, int count, float* sums) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane / 4, t = lane % 4;
     const int leaves = p.slices * p.parts, lanes = leaves < PRODUCT_WARPS ? leaves : PRODUCT_WARPS;
     const int tiles = PRODUCT_WARPS / lanes, tile = warp / lanes, active = (count + 7) / 8;
@@ -241,7 +242,8 @@ template <bool FP4, int TILES> __device__ void product_split(const Product& p, c
                 add_block<FP4, TILES>(
                     part, held[i], active,
                     [&](int n, int piece, int c) {
-                        return x_at[n] < 0 ? make_uint4(0, 0, 0, 0) : __ldg((piece ? p.x_low : p.x_high) + (x_at[n] + block) * CHUNKS + c);
+                        if (x_at[n] < 0) return make_uint4(0, 0, 0, 0);
+                        return __ldg((piece ? p.x_low : p.x_high) + (x_at[n] + block) * CHUNKS + c);
                     },
                     [&](int n, int j) {
                         const int row = x_row[8 * n + 2 * t + j];

@@ -251,7 +251,7 @@ def test_wrong_inputs_are_named(cuda):
         (lambda: cuda.gate(x, gate, None, None, ids[:, 0], 5, 1.0), InputError, "1 to 4"),
         (lambda: bank_of(cuda, (layer(128, 256, 1, "fp4")[0], shared)), CheckpointError, "expert 0, w1"),
         (lambda: bank_of(cuda, (layer(128, 128, 1, "bf16")[0], shared)), CheckpointError, "fp4 or fp8"),
-        (lambda: bank_of(cuda, (layer(128, 128, 1, "fp4")[0] + layer(128, 128, 1, "fp8")[0], shared)), CheckpointError, "expert 1"),
+        (lambda: bank_of(cuda, (routed + layer(128, 128, 1, "fp8")[0], shared)), CheckpointError, "expert 2"),
     ]:
         with pytest.raises(error, match=words):
             call()

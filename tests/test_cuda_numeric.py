@@ -31,6 +31,7 @@ EXPRESSIONS = {
     "bf16_value": ("u32", "float", "bf16_value(x)"),
     "e8m0_value": ("u32", "float", "e8m0_value(x)"),
     "e8m0_inverse": ("u32", "float", "e8m0_inverse(x)"),
+    **{f"weight_scale_{i}": ("u32", "float", f"weight_scale(x, {i})") for i in range(4)},
     "e4m3_value": ("u32", "float", "e4m3_value(x)"),
     "e2m1_value": ("u32", "float", "e2m1_value(x)"),
     "fp16_value": ("u32", "float", "fp16_value(x)"),
@@ -91,6 +92,17 @@ def test_decoding_is_exact(probe):
     same_bits(probe("e2m1_value", byte[:16]), formats.E2M1)
     same_numbers(probe("bf16_value", half), formats.bf16_decode(half.astype(np.uint16)))
     same_numbers(probe("fp16_value", half), half.astype(np.uint16).view(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_scales_of_weights(probe, place):
+    """Four bytes in a word, each by itself; 0 is 2^-127, and 255, which no loaded weight has, still shows."""
+    byte = np.arange(256, dtype=np.uint32)
+    for others in (0, 0xFFFFFFFF, 0x5AC381A7):
+        words = others & ~(0xFF << 8 * place) | byte << np.uint32(8 * place)
+        found = probe(f"weight_scale_{place}", words)
+        same_bits(found[:255], formats.E8M0[:255])
+        assert not np.isfinite(found[255])
 
 
 def test_pairs_of_codes(probe):

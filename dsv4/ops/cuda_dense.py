@@ -269,7 +269,8 @@ class DenseMixin(CudaBase):
         self._check_slices(slices, inner, "fp4")
         if ids.ndim != 2 or weights.shape != ids.shape or x.shape != (len(ids), d) or ids.dtype != np.int32:
             raise InputError(
-                f"moe: expected x [T, {d}], ids int32 and weights float32 [T, k]; found {x.shape}, {ids.dtype} {ids.shape}, {weights.shape}"
+                f"moe: expected x [T, {d}], ids int32 and weights float32 [T, k]; found {x.shape}, {ids.dtype} {ids.shape}, "
+                f"{weights.shape}"
             )
         (t, k), y = ids.shape, self.empty(x.shape)
         if not t:
