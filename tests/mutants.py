@@ -26,6 +26,8 @@ class Mutant(NamedTuple):
 
 _NORM = make.rmsnorm(3, 1000)
 _HYPER = make.connections(3, 4, 300, 1e-2, 1e-4)
+_WIDE = make.linear("fp8", 65, 130, 640, 1, True)  # more rows than the kernels for few take; several blocks of K
+_EXPERTS = make.moe(3, 6, 128, 256, 2, 2, 1.0)
 _FIRST_BARRIER = "scratch[threadIdx.x >> 5] = x;\n    __syncthreads();"
 
 MUTANTS = [
@@ -46,5 +48,14 @@ MUTANTS = [
     Mutant("read before an array's start", "norm.cu", "float sum = part[0];", "float sum = part[-8];", _HYPER, "address"),
     Mutant("shared memory through a pointer, beyond its end", "norm.cu", "sinkhorn(mix + 2 * m, m,", "sinkhorn(mix + 20 * m * m, m,",
            _HYPER, "address"),
+    Mutant("dynamic shared memory, beyond its end", "moe.cu", "int* tile_of = counts + experts;", "int* tile_of = counts + 2 * experts;",
+           _EXPERTS, "address"),
+    Mutant("missing wait for cp.async", "linear.cu", "copy_wait<1>();", "", _WIDE),
+    Mutant("overwritten while others read", "linear.cu", "__syncthreads();\n        if (block + 1 < end) continue;",
+           "if (block + 1 < end) continue;", _WIDE),
+    Mutant("missing syncthreads, as a race", "norm.cu", "f[i] = row[i];\n    __syncthreads();", "f[i] = row[i];", make.connections(1, 2, 33, 1e-4, 1e-2),
+           "thread"),
+    Mutant("misaligned wide load", "linear.cu", "wide_x = K % 8 == 0 && width % 8 == 0 && (u64)x % 16 == 0;", "wide_x = true;",
+           make.linear("bf16", 5, 7, 33, 1, False)),
 ]  # fmt: skip
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

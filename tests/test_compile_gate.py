@@ -23,6 +23,18 @@ def test_compiles_everywhere_without_spills(name):
     assert not [u for u in usages if u.shared > 48 << 10], "static shared memory ends at 48 KB"
 
 
+@pytest.mark.parametrize("arch", [(7, 5), (9, 0)])
+def test_index_functions_compile_without_a_device(arch):
+    from numba import cuda
+
+    from dsv4.ops.cuda_rows import INDEX_KERNELS
+
+    for function, types in INDEX_KERNELS.items():
+        made = kernels.index_kernel(function, function.__code__.co_argcount - 1)
+        ptx, _ = cuda.compile_ptx(made, f"void(int64, {types})", cc=arch)
+        assert f".target sm_{arch[0]}{arch[1]}" in ptx and function.__name__ in ptx
+
+
 def test_a_spill_is_seen(tmp_path):
     body = "\n".join(f"    float a{i} = x[{i} * n];" for i in range(120))
     use = "\n".join(f"    x[{i} * n + 1] = a{i} * a{(i * 7) % 120};" for i in range(120))

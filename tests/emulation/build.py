@@ -78,7 +78,10 @@ def _compile(source: str, compile_flags: list[str], link_flags: list[str], objec
             link = [compiler, "-shared", "-Wl,-Bsymbolic", "-pthread", *link_flags]
             commands.append([*link, str(made), *map(str, objects), "-o", str(linked)])
         for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+            except FileNotFoundError as error:
+                raise BuildError(f"expected the C++ compiler {compiler}, found none; install g++ or set CXX") from error
             if done.returncode:
                 raise BuildError(f"{' '.join(command[:2])} …:\n{done.stderr[:4000]}")
         (linked if suffix == ".so" else made).replace(path)
@@ -89,8 +92,9 @@ def build(text: str, sanitizer: str = "") -> Path:
     """Compile a kernel text (includes inlined) → path of the shared object."""
     compile_flags, link_flags = SANITIZERS[sanitizer]
     compile_flags = [*COMMON, *compile_flags, *_instructions(), f"-I{HERE}"]
-    # The fibers themselves are not instrumented by what would report through them.
-    plain = [flag for flag in compile_flags if sanitizer or not flag.startswith("-fsanitize")]
+    # The fibers are not instrumented by what reports through them, nor by what would take their own work for the kernels'.
+    plain = [flag for flag in compile_flags if sanitizer == "address" or not flag.startswith("-fsanitize")]
+    plain += ["-DEMU_TSAN"] if sanitizer == "thread" else []
     fibers = _compile((HERE / "fibers.cpp").read_text(encoding="utf-8"), plain, [], (), ".o")
     return _compile(adapt(text), compile_flags, link_flags, (fibers,), ".so")
 

@@ -23,8 +23,9 @@
 #define EMU_POISON(p, n) ((void)0)
 #define EMU_UNPOISON(p, n) ((void)0)
 #endif
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_TSAN)
 #include <sanitizer/tsan_interface.h>
+extern "C" void __tsan_write_range(void* at, unsigned long bytes);
 #endif
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -100,7 +101,7 @@ struct Fiber {
 #if defined(__SANITIZE_ADDRESS__)
     void* fake = nullptr;
 #endif
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_TSAN)
     void* tsan = nullptr;
 #endif
 };
@@ -127,6 +128,8 @@ struct Launch {
     void (*call)(void**) = nullptr;
     void** args = nullptr;
     std::vector<unsigned> order;
+    unsigned group = 32;  // fibers that go as far as they can before the next ones: a warp, or all in turn
+    bool early = false;  // cp.async copies at once, instead of as late as it may
     std::atomic<size_t> next{0};
     std::atomic<bool> failed{false};
     std::mutex lock;
@@ -144,7 +147,7 @@ struct Worker {  // an OS thread's block
     Fiber* now = nullptr;
     Stack scheduler;
     unsigned finished = 0;
-    size_t turn = 0;  // place in the order of the fiber that runs
+    size_t turn = 0, end = 0;  // place in the order of the fiber that runs, and where its group ends
     char *tokens = nullptr;  // addresses that stand for synchronisations, one each
     size_t token = 0;
     char* gate = nullptr;  // of the block's next barrier
@@ -153,7 +156,7 @@ struct Worker {  // an OS thread's block
     const void* bottom = nullptr;
     size_t size = 0;
 #endif
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_TSAN)
     void* tsan = nullptr;
 #endif
 };
@@ -165,9 +168,9 @@ static thread_local Worker* worker __attribute__((tls_model("initial-exec"))) = 
 static void to_next(bool last = false) {
     Worker& w = *worker;
     Fiber& f = *w.now;
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if !defined(__SANITIZE_ADDRESS__) && !defined(EMU_TSAN)
     const std::vector<unsigned>& order = w.launch->order;
-    while (!w.launch->failed && ++w.turn < order.size()) {
+    while (!w.launch->failed && ++w.turn < w.end) {
         Fiber& next = w.fibers[order[w.turn]];
         if (next.state != State::ready) continue;
         w.now = &next, here = &next.place;
@@ -177,7 +180,7 @@ static void to_next(bool last = false) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(last ? nullptr : &f.fake, w.bottom, w.size);
 #endif
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_TSAN)
     __tsan_switch_to_fiber(w.tsan, __tsan_switch_to_fiber_no_sync);
 #endif
     swap(f.stack, w.scheduler);
@@ -217,20 +220,26 @@ static void wait_as(State state, int site) {
 }
 
 static char* new_token() {  // of the current worker
-#if defined(__SANITIZE_THREAD__)
-    return worker->tokens + 8 * (worker->token++ % (1 << 20));
+#if defined(EMU_TSAN)
+    return worker->tokens + 8 * (2 + worker->token++ % ((1 << 20) - 2));
 #else
     return nullptr;
 #endif
 }
 static void arrive(char* token) {
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_TSAN)
     __tsan_release(token);
 #endif
     (void)token;
 }
+static void written(void* at, size_t bytes) {
+#if defined(EMU_TSAN)
+    __tsan_write_range(at, bytes);
+#endif
+    (void)at, (void)bytes;
+}
 static void leave(char* token) {
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_TSAN)
     __tsan_acquire(token);
 #endif
     (void)token;
@@ -294,6 +303,7 @@ void meet_bytes(unsigned mask, int site, const void* in, size_t in_bytes, void* 
     arrive(e->token);
     e->arrived |= bit;
     if (e->arrived == mask) {
+        leave(e->token);
         work(f, mask, e->in, e->out);
         e->done = true;
         for (unsigned l = 0; l < 32; l++)
@@ -321,6 +331,7 @@ unsigned sync_block(int site, unsigned value) {
 void copy_later(void* to, const void* from, size_t bytes) {
     if ((uintptr_t)to % bytes || (uintptr_t)from % bytes) fail("cp.async: expected addresses aligned to %zu", bytes);
     Fiber& f = *worker->now;
+    if (worker->launch->early) memcpy(to, from, bytes);
     f.copies.push_back({to, from, bytes, f.group});
 }
 void copy_commit() { worker->now->group++; }
@@ -328,8 +339,11 @@ void copy_wait(unsigned newest) {
     Fiber& f = *worker->now;
     size_t kept = 0;
     for (Fiber::Copy& c : f.copies)
-        if (c.group + newest < f.group) memcpy(c.to, c.from, c.bytes);
-        else f.copies[kept++] = c;
+        if (c.group + newest >= f.group) f.copies[kept++] = c;
+        else {
+            if (!worker->launch->early) memcpy(c.to, c.from, c.bytes);
+            written(c.to, c.bytes);
+        }
     f.copies.resize(kept);
 }
 
@@ -338,11 +352,13 @@ static void fiber_main() {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(nullptr, &w.bottom, &w.size);
 #endif
+    leave(w.tokens + 8);  // earlier blocks, whose stacks and shared memory are taken over; not this one's other threads
     w.launch->call(w.launch->args);
     Fiber& f = *w.now;
     if (!f.copies.empty()) fail("cp.async: %zu copies never waited for", f.copies.size());
     f.state = State::done;
     w.finished++;
+    arrive(w.tokens);
     for (;;) to_next(true);
 }
 
@@ -351,7 +367,7 @@ static void run(Worker& w, Fiber& f) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&w.fake, f.memory, STACK);
 #endif
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_TSAN)
     __tsan_switch_to_fiber(f.tsan, __tsan_switch_to_fiber_no_sync);
 #endif
     swap(w.scheduler, f.stack);
@@ -381,6 +397,19 @@ static void open_barrier(Worker& w, unsigned threads) {
     w.gate = new_token();
 }
 
+// Once through the fibers of a group that can run; whether there was one.
+static bool run_group(Worker& w, unsigned first, unsigned end) {
+    bool ran = false;
+    w.end = end;
+    for (w.turn = first; w.turn < end && !w.launch->failed; w.turn++) {
+        Fiber& f = w.fibers[w.launch->order[w.turn]];
+        if (f.state != State::ready) continue;
+        run(w, f);
+        ran = true;
+    }
+    return ran;
+}
+
 static void run_block(Worker& w) {
     Launch& launch = *w.launch;
     const unsigned threads = launch.order.size();
@@ -388,6 +417,8 @@ static void run_block(Worker& w) {
     w.used = w.counted = 0;
     w.finished = 0;
     w.gate = new_token();
+    leave(w.tokens);
+    arrive(w.tokens + 8);
     EMU_POISON(w.arena, ARENA);
     for (unsigned i = 0; i < threads; i++) {
         Fiber& f = w.fibers[i];
@@ -398,21 +429,18 @@ static void run_block(Worker& w) {
         f.copies.clear();
         EMU_UNPOISON(f.memory, STACK);
         prepare(f.stack, f.memory, i % 61 * 320, fiber_main);
-#if defined(__SANITIZE_THREAD__)
-        if (f.tsan) __tsan_destroy_fiber(f.tsan);
-        f.tsan = __tsan_create_fiber(0);
+#if defined(EMU_TSAN)
+        if (!f.tsan) f.tsan = __tsan_create_fiber(0);
 #endif
     }
     for (Warp& warp : w.warps) warp.held = 0;
     while (w.finished < threads && !launch.failed) {
         bool ran = false;
-        for (w.turn = 0; w.turn < threads; w.turn++) {
-            Fiber& f = w.fibers[launch.order[w.turn]];
-            if (f.state != State::ready) continue;
-            run(w, f);
-            ran = true;
-            if (launch.failed) return;
-        }
+        for (unsigned first = 0; first < threads; first += launch.group)
+            while (run_group(w, first, first + launch.group)) {
+                if (launch.failed) return;
+                ran = true;
+            }
         if (!ran) open_barrier(w, threads);
     }
 }
@@ -454,16 +482,18 @@ static Worker* take_worker(unsigned threads) {
 static void work(Launch& launch) {
     Worker* w = take_worker(launch.order.size());
     w->launch = &launch;
-#if defined(__SANITIZE_THREAD__)
+#if defined(EMU_TSAN)
     w->tsan = __tsan_get_current_fiber();
 #endif
     worker = w;
+    arrive(w->tokens);
     const size_t blocks = (size_t)launch.grid.x * launch.grid.y * launch.grid.z;
     for (size_t b; !launch.failed && (b = launch.next++) < blocks;) {
         w->block_index = {unsigned(b % launch.grid.x), unsigned(b / launch.grid.x % launch.grid.y),
                           unsigned(b / launch.grid.x / launch.grid.y)};
         run_block(*w);
     }
+    leave(w->tokens);  // whoever launched this sees what all threads wrote
     worker = nullptr;
     std::lock_guard<std::mutex> hold(idle().lock);
     idle().workers.push_back(w);
@@ -474,7 +504,7 @@ char* launch(const unsigned* geometry, size_t shared, unsigned order, unsigned t
     Launch job;
     job.grid = {geometry[0], geometry[1], geometry[2]};
     job.block = {geometry[3], geometry[4], geometry[5]};
-    job.shared = shared, job.call = call, job.args = args;
+    job.shared = shared, job.call = call, job.args = args, job.early = order > 0;
     const size_t size = (size_t)job.block.x * job.block.y * job.block.z;
     const size_t blocks = (size_t)job.grid.x * job.grid.y * job.grid.z;
     job.order.resize(size);
@@ -483,6 +513,7 @@ char* launch(const unsigned* geometry, size_t shared, unsigned order, unsigned t
     if (order > 1) {
         std::mt19937 random(order);
         for (size_t i = size - 1; i > 0; i--) std::swap(job.order[i], job.order[random() % (i + 1)]);
+        job.group = size;
     }
     std::vector<std::thread> others;
     for (size_t t = 1; t < std::min<size_t>(threads, blocks); t++) others.emplace_back([&] { work(job); });

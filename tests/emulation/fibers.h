@@ -66,7 +66,7 @@ template <class Out, class In, class F> Out meet(unsigned mask, int site, const 
     return out;
 }
 
-// ---------------------------------------------------------------------- cp.async: copies happen as late as the waits allow
+// ---------------------------------------------------------------------- cp.async: copies happen as late as the waits allow (forward order) or at once
 EMU_HIDDEN void copy_later(void* to, const void* from, size_t bytes);
 EMU_HIDDEN void copy_commit();
 EMU_HIDDEN void copy_wait(unsigned newest);  // all but the `newest` committed groups are there afterwards
