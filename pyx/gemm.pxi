@@ -1,6 +1,8 @@
 # Linears and experts.
 
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.stdint cimport uintptr_t
+from libc.string cimport memcpy
 
 cdef dict FORMATS = {"fp8": FORMAT_FP8, "fp4": FORMAT_FP4, "bf16": FORMAT_BF16, "f32": FORMAT_F32}
 cdef dict ITEM_SIZES = {"fp8": 1, "fp4": 1, "bf16": 2, "f32": 4}
@@ -85,6 +87,11 @@ cdef inline int64_t to_64(int64_t n) noexcept nogil:
     return (n + 63) // 64 * 64
 
 
+cdef inline char *to_line(char *p) noexcept nogil:
+    """The next address where a cache line begins: what is read again and again must not straddle two."""
+    return <char *>((<uintptr_t>p + 63) & ~<uintptr_t>63)
+
+
 cdef int check_slices(int slices, int64_t k, format fmt) except -1:
     cdef bint packed = fmt == FORMAT_FP8 or fmt == FORMAT_FP4
     if slices == 1:
@@ -102,7 +109,7 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
     check_slices(slices, w.m.k, w.m.format)
     if groups < 1 or w.m.n % groups:
         raise InputError(f"grouped linear: expected outputs in {groups} equal groups, found {w.shape[0]}")
-    cdef Buffer xs = floats(x, w.m.k * groups), quads
+    cdef Buffer xs = floats(x, w.m.k * groups), moved
     a.w, a.rows, a.groups, a.slices, a.stride = &w.m, xs.view.shape[0], groups, slices, w.m.k
     y = empty((a.rows, w.m.n), float32)
     cdef Buffer ys = Buffer(y)
@@ -111,10 +118,13 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
         return y
     if w.m.format == FORMAT_FP4:
         a.stride = to_64(w.m.k)
-        quads = Buffer(empty(a.rows * groups * a.stride, float32))
+        moved = Buffer(empty(a.rows * groups * a.stride, float32))
         with nogil:
-            team.kernels.quads(a.x, <float *>quads.view.buf, a.rows * groups, w.m.k)
-        a.x = <const float *>quads.view.buf
+            team.kernels.quads(a.x, <float *>moved.view.buf, a.rows * groups, w.m.k)
+        a.x = <const float *>moved.view.buf
+    elif 1 < a.rows <= 16 and <uintptr_t>a.x % 64:
+        moved = Buffer(empty(a.rows * groups * a.stride + 16, float32))
+        a.x = <const float *>memcpy(to_line(<char *>moved.view.buf), a.x, 4 * a.rows * groups * a.stride)
     team.run(team.kernels.linear, &a, team.share(<double>a.rows * w.m.n * w.m.k))
     return y
 
@@ -160,18 +170,19 @@ cdef class MoeScratch:
         for i in range(9):
             at[i] = total
             total += (sizes[i] + 63) // 64 * 64
-        self.memory = <char *>PyMem_Malloc(total)
+        self.memory = <char *>PyMem_Malloc(total + 64)
         if self.memory is NULL:
             raise MemoryError(f"moe: no {total} bytes for {rows} rows")
-        self.a.plain = <float *>(self.memory + at[0])
-        self.a.packed = <void *>(self.memory + at[1]) if bank.any_fp4 else NULL
-        self.a.act = <float *>(self.memory + at[2])
-        self.a.totals = <float *>(self.memory + at[3])
-        self.a.expert = self.expert = <int32_t *>(self.memory + at[4])
-        self.a.first = self.first = <int64_t *>(self.memory + at[5])
-        self.a.row = self.row = <int32_t *>(self.memory + at[6])
-        self.a.weight = self.weight = <float *>(self.memory + at[7])
-        self.count = <int64_t *>(self.memory + at[8])
+        cdef char *base = to_line(self.memory)
+        self.a.plain = <float *>(base + at[0])
+        self.a.packed = <void *>(base + at[1]) if bank.any_fp4 else NULL
+        self.a.act = <float *>(base + at[2])
+        self.a.totals = <float *>(base + at[3])
+        self.a.expert = self.expert = <int32_t *>(base + at[4])
+        self.a.first = self.first = <int64_t *>(base + at[5])
+        self.a.row = self.row = <int32_t *>(base + at[6])
+        self.a.weight = self.weight = <float *>(base + at[7])
+        self.count = <int64_t *>(base + at[8])
 
     def __dealloc__(self):
         PyMem_Free(self.memory)

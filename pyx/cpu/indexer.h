@@ -1,5 +1,6 @@
 /* Indexer: Hadamard-rotated e2m1 queries and keys, scores, and the choice of the best entries. */
 #pragma once
+#include "index_scores.h"
 
 /* x [n] · H in Sylvester order, n = 2^i >= 32. Each of the i rounds turns pairs (2j, 2j+1) into their sum, at j, and
  * their difference, at j + n/2: index bits turn once around, so the order is the usual one. Returns x or spare. */
@@ -65,33 +66,45 @@ static inline int64_t entry_place(const int32_t *pages, int32_t page_entries, in
     return (int64_t)pages[j / page_entries] * page_entries + j % page_entries;
 }
 
-/* Scores of entries [first, last) of row t → score[first ..]. Dims lie as 16 even then 16 odd in every 32, as
- * v16_e2m1 decodes them: a lane adds dims 2l, 2l + 1 of each group. */
+/* Entries j .. j+count−1 (count <= TILE) of the row as floats [count, dim] → tile. Dims lie as 16 even then 16 odd in
+ * every 32, as v16_e2m1 decodes them: a lane adds dims 2l, 2l + 1 of each group. */
+static void float_keys(const struct index_cache *cache, const int64_t *places, int count, float *tile)
+{
+    const int groups = cache->dim / E2M1_BLOCK;
+    for (int i = 0; i < count * groups; i++) {
+        v16 even, odd;
+        const int64_t at = places[i / groups] * groups + i % groups;
+        v16_e2m1(cache->codes + at * (E2M1_BLOCK / 2), scale_of(cache->scales[at]), &even, &odd);
+        v16_store(tile + i * E2M1_BLOCK, even);
+        v16_store(tile + i * E2M1_BLOCK + 16, odd);
+    }
+}
+
+/* Scores of entries [first, last) of row t → score[first ..]. */
 static void score_entries(const struct index_select_args *a, int64_t t, float *scratch, int64_t first, int64_t last,
                           float *score)
 {
-    int dim = a->cache.dim, heads = a->heads;
-    float *tile = scratch, *q = tile + TILE * dim, *part = q + (int64_t)heads * dim;
+    const int dim = a->cache.dim, heads = a->heads;
+    float *tile = scratch, *q = tile + TILE * dim, part[DOT_A * TILE];
     const int32_t *pages = a->pages + (int64_t)a->slots[t] * a->slot_pages;
-    float scale = (float)(1.0 / sqrt((double)dim * heads));
-    FN(deinterleave)(a->q + t * heads * dim, q, (int64_t)heads * dim);
+    const float scale = (float)(1.0 / sqrt((double)dim * heads));
+    struct index_work work = index_work_at(scratch, heads, dim);
+    const int whole = index_queries(&work, a->q + t * heads * dim);
+    if (!whole) FN(deinterleave)(a->q + t * heads * dim, q, (int64_t)heads * dim);
     for (int64_t j = first; j < last; j += TILE) {
-        int count = last - j < TILE ? (int)(last - j) : TILE;
-        for (int i = 0; i < count; i++) {
-            int64_t place = entry_place(pages, a->page_entries, (int32_t)j + i);
-            for (int g = 0; g < dim / E2M1_BLOCK; g++) {
-                v16 even, odd;
-                float s = scale_of(a->cache.scales[place * dim / E2M1_BLOCK + g]);
-                v16_e2m1(a->cache.codes + (place * dim + g * E2M1_BLOCK) / 2, s, &even, &odd);
-                v16_store(tile + i * dim + g * E2M1_BLOCK, even);
-                v16_store(tile + i * dim + g * E2M1_BLOCK + 16, odd);
-            }
-        }
+        const int count = last - j < TILE ? (int)(last - j) : TILE;
+        int64_t places[TILE];
+        for (int i = 0; i < TILE; i++)
+            places[i] = entry_place(pages, a->page_entries, (int32_t)j + (i < count ? i : count - 1));
+        if (whole) index_keys(&work, &a->cache, places);
+        else float_keys(&a->cache, places, count, tile);
         v16 sum[TILE / 16];
         for (int i = 0; i < TILE / 16; i++) sum[i] = v16_zero();
-        for (int h = 0; h < heads; h += DOT_A) {
-            int some = heads - h < DOT_A ? heads - h : DOT_A;
-            dots(q + (int64_t)h * dim, dim, some, tile, dim, count, dim, part, TILE);
+        for (int h = 0, some; h < heads; h += some) {
+            some = heads - h < DOT_A ? 1 : DOT_A;
+            if (!whole) dots(q + (int64_t)h * dim, dim, some, tile, dim, count, dim, part, TILE);
+            else if (some == 1) index_products(&work, h, 1, part);
+            else index_products(&work, h, DOT_A, part);
             for (int b = 0; b < some; b++) {
                 v16 weight = v16_set1(a->w[t * heads + h + b] * scale);
                 for (int i = 0; i < TILE / 16; i++)

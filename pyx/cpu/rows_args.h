@@ -99,7 +99,7 @@ struct index_select_args {
     int score_stride; /* at least the largest visible; scores: that per thread, or per row where by_entries */
     int by_entries;   /* one row's entries are cut over the threads, not the rows */
 };
-static inline int64_t select_scratch(int heads, int dim) { return (int64_t)(TILE + heads) * dim + 4 * TILE; }
+static inline int64_t select_scratch(int heads, int dim) { return (int64_t)(TILE + heads) * dim; }
 
 struct entry_places_args {
     const int32_t *entries, *slots, *pages;

@@ -118,6 +118,48 @@ static inline void v16i_store_u8(uint8_t *p, v16i x)
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)));
 }
 
+static inline v16i v16i_load(const uint8_t *p)
+{
+    return (v16i){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
+}
+static inline v16i v16i_four(const uint8_t *p)
+{
+    int32_t x;
+    memcpy(&x, p, 4);
+    return v16i_set1(x);
+}
+/* sums of 16 bits, of pairs */
+static inline v16i v16i_dot(v16i acc, v16i a, v16i b)
+{
+    return (v16i){_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(a.a, b.a)),
+                  _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(a.b, b.b))};
+}
+static inline v16i v16i_dot_sum(v16i acc)
+{
+    const __m256i one = _mm256_set1_epi16(1);
+    return (v16i){_mm256_madd_epi16(acc.a, one), _mm256_madd_epi16(acc.b, one)};
+}
+
+static inline void v16i_key_bytes(const uint8_t *const *rows, int at, uint8_t *out, int high)
+{
+    const __m128i value = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    const __m128i nibble = _mm_set1_epi8(15);
+    for (int l = 0; l < 16; l += 4) {
+        __m128i r[4];
+        for (int i = 0; i < 4; i++) r[i] = _mm_loadu_si128((const __m128i *)(rows[l + i] + at));
+        const __m128i a = _mm_unpacklo_epi32(r[0], r[1]), b = _mm_unpacklo_epi32(r[2], r[3]);
+        const __m128i c = _mm_unpackhi_epi32(r[0], r[1]), d = _mm_unpackhi_epi32(r[2], r[3]);
+        const __m128i four[4] = {_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b), _mm_unpacklo_epi64(c, d),
+                                 _mm_unpackhi_epi64(c, d)};
+        for (int i = 0; i < 4; i++) {
+            __m128i *to = (__m128i *)(out + i * 64 + l * 4);
+            _mm_storeu_si128(to, _mm_shuffle_epi8(value, _mm_and_si128(four[i], nibble)));
+            _mm_storeu_si128((__m128i *)((uint8_t *)to + high),
+                             _mm_shuffle_epi8(value, _mm_and_si128(_mm_srli_epi16(four[i], 4), nibble)));
+        }
+    }
+}
+
 static inline v16 v16_bf16(const uint16_t *p)
 {
     __m256i h = _mm256_loadu_si256((const __m256i *)p);

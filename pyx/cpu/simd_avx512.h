@@ -75,6 +75,45 @@ static inline v16i v16i_load_u8(const uint8_t *p) { return _mm512_cvtepu8_epi32(
 static inline void v16i_store_u8(uint8_t *p, v16i x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x)); }
 static inline void v16i_store_u16(uint16_t *p, v16i x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x)); }
 
+static inline v16i v16i_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+static inline v16i v16i_four(const uint8_t *p)
+{
+    int32_t x;
+    memcpy(&x, p, 4);
+    return _mm512_set1_epi32(x);
+}
+#ifdef V16_BF16
+static inline v16i v16i_dot(v16i acc, v16i a, v16i b) { return _mm512_dpbusd_epi32(acc, a, b); }
+static inline v16i v16i_dot_sum(v16i acc) { return acc; }
+#else
+/* sums of 16 bits, of pairs */
+static inline v16i v16i_dot(v16i acc, v16i a, v16i b) { return _mm512_add_epi16(acc, _mm512_maddubs_epi16(a, b)); }
+static inline v16i v16i_dot_sum(v16i acc) { return _mm512_madd_epi16(acc, _mm512_set1_epi16(1)); }
+#endif
+
+static inline void v16i_key_bytes(const uint8_t *const *rows, int at, uint8_t *out, int high)
+{
+    const __m512i value = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    const __m512i nibble = _mm512_set1_epi8(15);
+    __m512i r[4]; /* row 4m + i in quarter m */
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + at)));
+        r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(rows[4 + i] + at)), 1);
+        r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(rows[8 + i] + at)), 2);
+        r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(rows[12 + i] + at)), 3);
+    }
+    const __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpacklo_epi32(r[2], r[3]);
+    const __m512i c = _mm512_unpackhi_epi32(r[0], r[1]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+    const __m512i four[4] = {_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b), _mm512_unpacklo_epi64(c, d),
+                             _mm512_unpackhi_epi64(c, d)};
+    for (int i = 0; i < 4; i++) {
+        const __m512i above = _mm512_srli_epi16(four[i], 4);
+        _mm512_storeu_si512(out + 64 * i, _mm512_shuffle_epi8(value, _mm512_and_si512(four[i], nibble)));
+        _mm512_storeu_si512(out + 64 * i + high, _mm512_shuffle_epi8(value, _mm512_and_si512(above, nibble)));
+    }
+}
+
 static inline v16 v16_bf16(const uint16_t *p)
 {
     __m512i h = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));

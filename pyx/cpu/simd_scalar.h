@@ -148,6 +148,33 @@ static inline void v16_e2m1_quads(const uint8_t *p, v16 *q)
     for (int i = 0; i < 4; i++) EACH q[i].f[l] = value[p[2 * l + i / 2] >> i % 2 * 4 & 15];
 }
 
+/* Sums of products of bytes. v16i_four: p[0 .. 3] in every lane; v16i_dot adds to each lane the products of a's four
+ * bytes (without sign) and b's (with), up to 16 times while they are at most 24 and 15; v16i_dot_sum: the sums. */
+static inline v16i v16i_load(const uint8_t *p) { v16i r; memcpy(&r, p, 64); return r; }
+static inline v16i v16i_four(const uint8_t *p) { int32_t x; memcpy(&x, p, 4); return v16i_set1(x); }
+static inline v16i v16i_dot(v16i acc, v16i a, v16i b)
+{
+    uint8_t x[64];
+    int8_t y[64];
+    memcpy(x, &a, 64);
+    memcpy(y, &b, 64);
+    EACH for (int i = 0; i < 4; i++) acc.i[l] += x[4 * l + i] * y[4 * l + i];
+    return acc;
+}
+static inline v16i v16i_dot_sum(v16i acc) { return acc; }
+
+/* Of 16 rows of e2m1 codes, 16 bytes from `at` on: every value · 2 + 12 as a byte. Low codes to out [4, 16] four bytes,
+ * (bytes of a row, row), high codes to out + high. */
+static inline void v16i_key_bytes(const uint8_t *const *rows, int at, uint8_t *out, int high)
+{
+    static const uint8_t value[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    EACH for (int i = 0; i < 16; i++) {
+        uint8_t *to = out + (i / 4 * 16 + l) * 4 + i % 4, code = rows[l][at + i];
+        to[0] = value[code & 15];
+        to[high] = value[code >> 4];
+    }
+}
+
 /* eight lanes of p[0], eight of p[1] */
 static inline v16 v16_halves(const float *p) { v16 r; EACH r.f[l] = p[l / 8]; return r; }
 
