@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dsv4.bench import layers as module
-from dsv4.bench import timing
+from dsv4.bench import machine, timing
 from dsv4.bench.experts import experts, indexer
 from dsv4.bench.layers import Bench, layers, prefill
 from dsv4.cli import main
@@ -37,6 +37,16 @@ def sound(records):
         if "gflops" not in r:
             assert r["ratio"] == pytest.approx(r["gbs"] / r["bandwidth_gbs"])
     return records
+
+
+def test_placement(tmp_path, monkeypatch):
+    """Cores by memory node, of those that the process may use."""
+    for node, cores in enumerate(("0-3,8", "4-7", "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cores + "\n")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {1, 8, 6}, raising=False)
+    assert machine.placement(tmp_path) == {"nodes": 3, "affinity": {0: 2, 1: 1}}
+    assert machine.placement(tmp_path / "absent") == {"nodes": 1, "affinity": {0: 3}}
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

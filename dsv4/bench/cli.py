@@ -222,7 +222,8 @@ def _kernel_table(records: list[dict], where: dict) -> None:
 
     console = Console()
     console = console if console.is_terminal else Console(width=120)
-    console.print(f"{where['cpu']}, {where['cores']} cores; sizes: {where['like']}")
+    spread = ", ".join(f"{count} on node {node}" for node, count in where["affinity"].items())
+    console.print(f"{where['cpu']}, {where['cores']} cores ({spread}; memory nodes: {where['nodes']}); sizes: {where['like']}")
     table = Table("", "threads", "rows", "experts", "ms", "MB", "GB/s", "memory", "ratio", "", box=None)
     for column in table.columns[1:9]:
         column.justify = "right"

@@ -27,6 +27,25 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _numbers(text: str) -> set[int]:
+    """The kernel's list notation, 0-3,8, as numbers."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def placement(root: Path = Path("/sys/devices/system/node")) -> dict:
+    """Memory nodes and where this process may run: {"nodes": n, "affinity": {node: cores of it that are allowed}}.
+
+    Nodes none of whose cores are allowed are left out of affinity. Where the system does not tell: one node, 0.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(cores()))
+    nodes = {int(p.name[4:]): _numbers((p / "cpulist").read_text()) for p in root.glob("node[0-9]*")} or {0: allowed}
+    return {"nodes": len(nodes), "affinity": {n: len(held & allowed) for n, held in sorted(nodes.items()) if held & allowed}}
+
+
 def peak_memory() -> int:
     """The most memory this process ever held, bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
@@ -71,6 +90,7 @@ def describe() -> dict:
     return {
         "cpu": cpu_model(),
         "cores": cores(),
+        **placement(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "numpy": np.__version__,
