@@ -7,10 +7,13 @@ import pytest
 from compare import rel_l2_rows, same_bits, same_state, state_of
 from cuda_ops import emulated
 from emulation.launcher import REVERSE
+from fake_nccl import fake_cupy
+from rank_threads import crew_of
 from test_golden_e2e import CLEAN, STEADY, expected, golden, open_model, open_pool
 
 import dsv4
 from dsv4 import loading
+from dsv4.comm import Nccl
 from dsv4.rows import Rows
 from dsv4.sampling import SamplingParams
 from dsv4.step import Step
@@ -204,6 +207,33 @@ def test_staged_experts_give_the_same_bits(engine, one_by_one, held):
         same_bits(np.concatenate([first.logits, second.logits]), logits[:12], "logits")
         same_state(state_of(session), states[12])
     assert staged.model.weights.store.counters.misses > 0
+
+
+def test_ranks_with_a_device_each(engine, checkpoint_dir, monkeypatch):
+    """The same bits as one rank, arrays by NCCL (a stand-in that carries them by memory), every rank on its own device."""
+    devices = []
+
+    def open_ops(name, *, threads, device):
+        devices.append(device)
+        return emulated(threads=1)
+
+    def nccl(control):
+        cupy = fake_cupy(control, [])
+        cupy.empty = emulated().launcher.empty
+        return Nccl(control, cupy)
+
+    monkeypatch.setattr(loading, "open_ops", open_ops)
+    monkeypatch.setattr(loading, "Nccl", nccl)
+    tokens = list(range(40, 58))
+    with engine("tiny-tp").session() as session:
+        expected = [session.forward(tokens, "all").logits, session.decode(7)]
+    with crew_of(checkpoint_dir("tiny-tp"), 2, backend="cuda", max_context=256, chunk=64, max_sessions=3) as two:
+        with two.session() as session:
+            found = [session.forward(tokens, "all").logits, session.decode(7)]
+        assert two.model.comm.traffic.sums > 0
+    for name, a, b in zip(("prompt", "decode"), found, expected):
+        same_bits(a, b, name)
+    assert sorted(devices) == [0, 1]
 
 
 def expert_bytes(config) -> int:

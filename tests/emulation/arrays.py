@@ -6,6 +6,7 @@ host array is an error, and reading a value on the host is counted as a synchron
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ class DeviceArray:
     size = property(lambda self: self.host.size)
     nbytes = property(lambda self: self.host.nbytes)
     strides = property(lambda self: self.host.strides)
+    data = property(lambda self: SimpleNamespace(ptr=self.host.ctypes.data))
     flags = property(lambda self: _Flags(self.host.flags.c_contiguous))
 
     def __len__(self) -> int:
