@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +49,7 @@ def fake_cupy(
 ) -> tuple[SimpleNamespace, list]:
     """The module, and the list of calls. no_device: the text of the error that counting the devices raises."""
     calls: list = []
+    allocators: list = []
     compute = FakeStream(calls, "compute")
 
     def count():
@@ -97,11 +99,25 @@ def fake_cupy(
             self.flags, self.nbytes, self.strides = SimpleNamespace(c_contiguous=True), self.host.nbytes, self.host.strides
 
         def set(self, array):
+            calls.append(("set", array.nbytes))
             self.host[...] = array
 
         def get(self):
             calls.append(("get",))
             return self.host.copy()
+
+    def array(host, order):
+        assert order == "C" and allocators, "expected the launcher's allocator"
+        out = Array(host.shape, host.dtype, allocators[-1](max(1, host.nbytes)))
+        out.set(host)
+        calls.append(("array", host.nbytes))
+        return out
+
+    @contextmanager
+    def using_allocator(allocate):
+        allocators.append(allocate)
+        yield
+        allocators.pop()
 
     def module(path):
         assert Path(path).read_bytes()[:4] == b"\x7fELF"
@@ -116,6 +132,6 @@ def fake_cupy(
         runtime=runtime, Device=Device, MemoryPool=Pool, Stream=lambda non_blocking: FakeStream(calls, "copies"),
         Event=lambda disable_timing: FakeEvent(calls), get_current_stream=lambda: compute,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
-        alloc_pinned_memory=lambda nbytes: bytearray(nbytes),
+        alloc_pinned_memory=lambda nbytes: bytearray(nbytes), using_allocator=using_allocator,
     )  # fmt: skip
-    return SimpleNamespace(cuda=cuda, ndarray=Array, RawModule=module), calls
+    return SimpleNamespace(cuda=cuda, ndarray=Array, array=array, RawModule=module), calls

@@ -125,6 +125,10 @@ def test_arrays(launcher):
     np.testing.assert_array_equal(launcher.download(launcher.upload(host)), host)
     assert not launcher.download(launcher.zeros((2, 2), np.float32)).any()
     assert launcher.empty((0, 5), np.float32).shape == (0, 5)
+    assert ("array", 24) in launcher.calls, "a step's tables go through pinned memory"
+    del launcher.calls[:]
+    launcher.upload(np.zeros(1 << 20, np.int32))
+    assert ("set", 4 << 20) in launcher.calls, "weights do not: they would take as much pinned memory"
 
 
 def test_copies_are_ordered_by_events_and_only_the_host_wait_waits(launcher):

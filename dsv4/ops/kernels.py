@@ -24,6 +24,7 @@ from . import nvrtc
 
 OLDEST = 75  # compute capability: the first with the tensor-core instructions that mma.cuh uses
 _PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel may have without asking
+_SMALL = 1 << 20  # bytes of a step's tables at most; larger arrays are weights
 _NULL = np.uint64(0)
 _EXTRAS = (12, 13)  # CUDA versions that dsv4[cuda…] exists for
 _CPU = "use --backend cpu"
@@ -279,6 +280,9 @@ class DeviceLauncher:
         return array
 
     def upload(self, array: np.ndarray) -> Any:
+        if array.nbytes <= _SMALL:  # CuPy copies it to pinned memory and from there on the stream: the host does not wait
+            with self.cupy.cuda.using_allocator(self._allocate):
+                return self.cupy.array(array, order="C")
         out = self.empty(array.shape, array.dtype)
         out.set(np.ascontiguousarray(array))
         return out
