@@ -125,7 +125,7 @@ class Engine:
     def traffic(self) -> list[Traffic]:
         """What every rank has sent so far, by rank."""
         with self.crew.command("traffic"):
-            return self.crew.comm.everyone(replace(self.crew.comm.traffic))
+            return self.crew.comm.everyone(replace(self.model.comm.traffic))
 
     def close(self) -> None:
         """End the scheduler, if one runs, and let the other ranks go. Closing twice is fine."""
