@@ -1,7 +1,9 @@
 """The equipment itself: kernels on the CPU behave as on a device, and planted bugs are caught."""
 
 import numpy as np
+import ops_cases as make
 import pytest
+from compare import same_bits
 from cuda_ops import HostOps, emulated
 from emulation import sanitized
 from emulation.build import BuildError
@@ -230,6 +232,13 @@ def test_an_error_leaves_the_equipment_usable():
         with pytest.raises(EmulationError):
             run(WRONG[0][0], out(), blocks=(9,))
         test_barriers_static_and_dynamic_shared_memory(FORWARD)
+
+
+def test_other_processors_switch_threads_too():
+    for case in (make.rmsnorm(3, 1000), make.connections(1, 4, 48, 1e-6, 1e-6)):
+        found, expected = case(HostOps(emulated(sanitizer="portable"))), case(HostOps(emulated()))
+        for name in expected:
+            same_bits(found[name], expected[name], name)
 
 
 # ---------------------------------------------------------------------- planted bugs

@@ -20,6 +20,7 @@ COMMON = ["-std=c++17", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", 
 # With "" the checks of alignment and array bounds report through our own handlers; the others need their runtime preloaded.
 SANITIZERS = {
     "": (["-O2", "-fsanitize=alignment,bounds", "-DEMU_OWN_CHECKS"], []),
+    "portable": (["-O2", "-DEMU_PORTABLE"], []),  # threads switch as on other processors than x86-64
     "address": (["-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],) * 2,
     "thread": (["-O1", "-fsanitize=thread"],) * 2,
 }

@@ -27,7 +27,7 @@
 #include <sanitizer/tsan_interface.h>
 extern "C" void __tsan_write_range(void* at, unsigned long bytes);
 #endif
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(EMU_PORTABLE)
 #include <ucontext.h>
 #endif
 
@@ -41,7 +41,7 @@ constexpr size_t ARENA = 2 * SHARED_LIMIT;
 enum class State : unsigned char { ready, barrier, exchange, done };
 
 // ---------------------------------------------------------------------- switching
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(EMU_PORTABLE)
 using Stack = void*;
 extern "C" void dsv4_emu_switch(void** save, void* to);
 asm(R"(

@@ -109,7 +109,7 @@ class EmulatedLauncher:
     """Runs kernels on the CPU, on device-array stand-ins or NumPy arrays.
 
     order: FORWARD or REVERSE: warp by warp, each as far as it goes; a seed > 1: all threads of a block in turn, shuffled.
-    Copies by cp.async are made as late as they may be (FORWARD), else at once. sanitizer: "", "address", "thread".
+    Copies by cp.async are made as late as they may be (FORWARD), else at once. sanitizer: a key of build.SANITIZERS.
     edit(file, text) → text: changes a kernel file's text, includes inlined, before it is compiled: how bugs are planted.
     launches, kernels_run, synchronisations: what has been launched, and how often the host waited for the device.
     """
