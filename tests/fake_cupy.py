@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,9 +44,10 @@ class FakeStream:
 
 
 def fake_cupy(
-    *, driver=12080, built=12090, devices=1, capability="90", memory=1 << 30, no_device=None
+    *, driver=12080, built=12090, devices=1, capability="90", memory=1 << 30, no_device=None, broken=None
 ) -> tuple[SimpleNamespace, list]:
-    """The module, and the list of calls. no_device: the text of the error that counting the devices raises."""
+    """The module, and the list of calls. no_device, broken: texts of the errors that counting the devices, and waiting for one,
+    raise."""
     calls: list = []
     allocators: list = []
     compute = FakeStream(calls, "compute")
@@ -104,6 +104,8 @@ def fake_cupy(
 
         def get(self):
             calls.append(("get",))
+            if broken:
+                raise CUDARuntimeError(broken)
             return self.host.copy()
 
     def array(host, order):
@@ -112,12 +114,6 @@ def fake_cupy(
         out.set(host)
         calls.append(("array", host.nbytes))
         return out
-
-    @contextmanager
-    def using_allocator(allocate):
-        allocators.append(allocate)
-        yield
-        allocators.pop()
 
     def module(path):
         assert Path(path).read_bytes()[:4] == b"\x7fELF"
@@ -132,6 +128,6 @@ def fake_cupy(
         runtime=runtime, Device=Device, MemoryPool=Pool, Stream=lambda non_blocking: FakeStream(calls, "copies"),
         Event=lambda disable_timing: FakeEvent(calls), get_current_stream=lambda: compute,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
-        alloc_pinned_memory=lambda nbytes: bytearray(nbytes), using_allocator=using_allocator,
+        alloc_pinned_memory=lambda nbytes: bytearray(nbytes), set_allocator=allocators.append,
     )  # fmt: skip
     return SimpleNamespace(cuda=cuda, ndarray=Array, array=array, RawModule=module), calls

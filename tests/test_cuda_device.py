@@ -60,6 +60,12 @@ def test_the_devices_memory_is_full(tmp_path):
     assert "\n" not in str(raised.value)
 
 
+def test_a_kernel_failed(tmp_path):
+    launcher = DeviceLauncher(arena=1, cache=tmp_path, cupy=fake_cupy(broken="cudaErrorIllegalAddress: an illegal memory access")[0])
+    with pytest.raises(BackendError, match="device 0 failed: cudaErrorIllegalAddress.*CUDA_LAUNCH_BLOCKING=1.*--backend cpu"):
+        launcher.download(launcher.zeros(3, np.int32))
+
+
 def test_weights_that_do_not_fit_are_said_before_loading(tmp_path):
     from dsv4.ops.cuda import CudaOps
 

@@ -226,6 +226,7 @@ class DeviceLauncher:
         self.copies = self.cupy.cuda.Stream(non_blocking=True)
         self._modules: dict[tuple, DeviceModule] = {}
         self._numba: dict[Callable, Any] = {}
+        self.cupy.cuda.set_allocator(self._allocate)  # also for what CuPy makes by itself: sums, rows taken
         self._allocate(arena)  # freed at once, and kept by the pool
 
     # ------------------------------------------------------------------ kernels
@@ -281,14 +282,19 @@ class DeviceLauncher:
 
     def upload(self, array: np.ndarray) -> Any:
         if array.nbytes <= _SMALL:  # CuPy copies it to pinned memory and from there on the stream: the host does not wait
-            with self.cupy.cuda.using_allocator(self._allocate):
-                return self.cupy.array(array, order="C")
+            return self.cupy.array(array, order="C")
         out = self.empty(array.shape, array.dtype)
         out.set(np.ascontiguousarray(array))
         return out
 
     def download(self, array: Any) -> np.ndarray:
-        return array.get()
+        try:
+            return array.get()
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            raise BackendError(
+                f"backend cuda: device {self.device.id} failed: {error}; set CUDA_LAUNCH_BLOCKING=1 to learn in which kernel, "
+                f"and report it; meanwhile {_CPU}"
+            ) from error
 
     def free_bytes(self) -> int:
         return self.cupy.cuda.runtime.memGetInfo()[0] + self.pool.free_bytes()
