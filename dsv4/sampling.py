@@ -32,7 +32,7 @@ def _fraction(name: str, value, low: float, high: float, expected: str, open_low
     """`value` as a finite float within low..high (low itself excluded if open_low), or InputError."""
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not (low <= number <= high) or math.isinf(number) or (open_low and number == low):
         raise InputError(f"{name}: expected {expected}; found {value!r}")

@@ -31,6 +31,7 @@ def softmax(logits):
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "1"),
+        ("temperature", 10**400),
         ("top_k", -1),
         ("top_p", 0),
         ("top_p", 1.01),

@@ -96,6 +96,7 @@ REFUSED = [
     *((path, {"max_tokens": 501}, 400, "max_tokens") for path in (TEXT_PATH, CHAT_PATH)),
     *((path, {"model": "gpt"}, 404, "model") for path in (TEXT_PATH, CHAT_PATH)),
     *((path, {"model": ...}, 400, "model") for path in (TEXT_PATH, CHAT_PATH)),
+    *((TEXT_PATH, {name: 10**400}, 400, name) for name in ("temperature", "top_p", "min_p")),
     (TEXT_PATH, {"stream": True, "stream_options": {"include": 1}}, 400, "stream_options.include"),
     (TEXT_PATH, {"prompt": ...}, 400, "prompt"),
     (TEXT_PATH, {"prompt": ["a", "b"]}, 400, "prompt"),

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -154,3 +156,19 @@ def test_a_broken_settings_file_is_named(nano_dir, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer_config.json: expected JSON"):
         Tokenizer.load(tmp_path)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(nano_dir):
+    tokenizer, go, ran = Tokenizer.load(nano_dir), threading.Event(), []
+    other = threading.Thread(target=lambda: (go.wait(), ran.append(True)))
+    other.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is asked to let others run
+    try:
+        go.set()
+        tokenizer.encode("ab" * 500_000)
+        done = bool(ran)
+    finally:
+        sys.setswitchinterval(before)
+        other.join()
+    assert done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,15 @@ class Call:
     name: str
     arguments: dict[str, Any]
     id: str | None = None
-    answered: bool = False
+
+
+class Pending:
+    """The calls of the last answer, and which of them have no result yet."""
+
+    def __init__(self, calls: Sequence[Call] = ()):
+        self.calls = calls
+        self.by_id = {call.id: i for i, call in enumerate(calls) if call.id is not None}
+        self.open = dict.fromkeys(range(len(calls)))  # in order
 
 
 @dataclass
@@ -158,7 +167,7 @@ def read(messages: Any, tools: Any = None, response_format: Any = None) -> Conve
     if not isinstance(messages, (list, tuple)) or not messages:
         raise error("messages", "a list of at least one message", "an empty list" if messages in ([], ()) else messages)
     found = Conversation("", read_tools(tools), read_schema(response_format), [])
-    pending: list[Call] = []
+    pending = Pending()
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         role = _role(message, where)
@@ -169,7 +178,7 @@ def read(messages: Any, tools: Any = None, response_format: Any = None) -> Conve
             _system(fields, where, found)
         elif role == "assistant":
             found.turns.append(_assistant(fields, where))
-            pending = found.turns[-1].calls
+            pending = Pending(found.turns[-1].calls)
         elif role == "latest_reminder":
             found.turns.append(Turn(role, text_of(fields.get("content"), f"{where}.content")))
         else:
@@ -204,9 +213,9 @@ def _assistant(fields: dict, where: str) -> Turn:
     if "content" not in fields and not raw:
         raise InputError(f"{where}.content: expected content or tool_calls, found neither")
     calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(raw)]
-    ids = [call.id for call in calls if call.id is not None]
+    ids = Counter(call.id for call in calls if call.id is not None)
     for i, call in enumerate(calls):
-        if ids.count(call.id) > 1:
+        if ids[call.id] > 1:
             raise InputError(f"{where}.tool_calls[{i}].id: expected an id of its own, found {call.id!r} twice")
     content = text_of(fields.get("content", ""), f"{where}.content")
     return Turn("assistant", content, text_of(fields.get("reasoning_content", ""), f"{where}.reasoning_content"), calls)
@@ -241,7 +250,7 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def _user_block(fields: dict, where: str, role: str, turns: list[Turn], pending: list[Call]) -> None:
+def _user_block(fields: dict, where: str, role: str, turns: list[Turn], pending: Pending) -> None:
     """Add a user's text, or the result of a pending call, to the user's turn, which it opens if there is none."""
     content = text_of(fields.get("content"), f"{where}.content")
     answered = _answered(fields, where, pending) if role == "tool" else None
@@ -250,15 +259,17 @@ def _user_block(fields: dict, where: str, role: str, turns: list[Turn], pending:
     turns[-1].blocks.append((answered, content))
 
 
-def _answered(fields: dict, where: str, pending: list[Call]) -> int:
+def _answered(fields: dict, where: str, pending: Pending) -> int:
     """Which of the last answer's calls a tool message answers: the one it names, else the first without a result."""
     key = fields.get("tool_call_id")
     where = f"{where}.tool_call_id"
-    for i, call in enumerate(pending):
-        if (call.id == key) if key is not None else not call.answered:
-            if call.answered:
-                raise InputError(f"{where}: expected one result per call, found a second for {key!r}")
-            call.answered = True
-            return i
-    calls = ", ".join(repr(call.id) for call in pending) or "but the last answer has no calls"
+    if key is not None and not isinstance(key, str):
+        raise error(where, "text", key)
+    i = next(iter(pending.open), None) if key is None else pending.by_id.get(key)
+    if i is not None:
+        if i not in pending.open:
+            raise InputError(f"{where}: expected one result per call, found a second for {key!r}")
+        del pending.open[i]
+        return i
+    calls = ", ".join(repr(call.id) for call in pending.calls) or "but the last answer has no calls"
     raise error(where, f"the id of a call of the last answer ({calls})", key)

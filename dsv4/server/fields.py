@@ -13,7 +13,7 @@ Check = tuple[str, Callable[[Any], bool]]  # what is expected, in words; whether
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is int or type(value) is float and math.isfinite(value)  # an int may be too large for isfinite
 
 
 TEXT: Check = ("a string", lambda value: isinstance(value, str))
@@ -87,8 +87,9 @@ def read_json(body: bytes) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"field {next(n for n in names if names.count(n) > 1)!r} appears twice")
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            raise ValueError(f"field {twice!r} appears twice")
         return found
 
     def constant(name: str) -> Any:
