@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import warnings
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,7 +74,11 @@ class PrefixStore:
                 continue
             arrays = dict(found.arrays)
             logits = arrays.pop(LOGITS, None)
-            session.restore(replace(found, arrays=arrays))
+            try:
+                session.restore(replace(found, arrays=arrays))
+            except StateError as error:  # whole, but of another layout; the session is as it was
+                self._discard(key, error)
+                continue
             session.logits = None if logits is None else logits.copy()
             self._entries.move_to_end(key)
             return length
@@ -137,17 +144,18 @@ class PrefixStore:
         """Entries for the files of this checkpoint, the oldest first."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            files = sorted(self._directory.glob("*.prefix"), key=lambda path: path.stat().st_mtime)
+            files = [(_state(path), path) for path in self._directory.glob("*.prefix")]
         except OSError as error:
             raise StateError(f"prefix_dir {self._directory}: expected a directory to write to; {error.strerror}") from error
-        for path in files:
+        files = [(state.st_mtime, state.st_size, path) for state, path in files if state is not None]
+        for _, size, path in sorted(files):
             try:
                 tokens = Snapshot.tokens_of(path, self.identity)
             except StateError as error:
                 self._remove(path, error)
                 continue
             if tokens is not None and path == self._path(tokens.tobytes()):
-                self._add(tokens.tobytes(), Entry(len(tokens), path.stat().st_size, None, path))
+                self._add(tokens.tobytes(), Entry(len(tokens), size, None, path))
 
     def _read(self, key: bytes) -> Snapshot | None:
         """An entry's state, from its file where need be; None, and no entry any more, where that is damaged."""
@@ -156,18 +164,32 @@ class PrefixStore:
             try:
                 entry.snapshot = Snapshot.load(entry.path)
             except StateError as error:
-                self._drop(key)
-                self._remove(entry.path, error)
+                self._discard(key, error)
         return entry.snapshot
+
+    def _discard(self, key: bytes, error: StateError) -> None:
+        path = self._entries[key].path
+        self._drop(key)
+        self._remove(path, error)
 
     def _remove(self, path: Path, error: StateError) -> None:
         self._warn(f"prefix: a damaged file was removed; {error}")
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # where that may not be, it is passed over
+            path.unlink()
 
     def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _state(path: Path) -> os.stat_result | None:
+    """Of a file; None where there is none, or no longer: other processes may use the directory, too."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    return state if stat.S_ISREG(state.st_mode) else None
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

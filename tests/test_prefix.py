@@ -4,6 +4,7 @@ import dataclasses
 import json
 import warnings
 
+import numpy as np
 import pytest
 from compare import same_bits, same_state, state_of
 
@@ -208,6 +209,30 @@ def test_damaged_files_are_removed_with_one_warning(nano, text, tmp_path):
     assert not paths[0].exists() and not paths[1].exists() and not paths[3].exists()
     assert foreign.exists() and paths[4].exists()
     again.close()
+
+
+def test_whole_files_of_another_layout_are_removed(nano, text, tmp_path):
+    tokens = (text[0] * 9)[:60]
+    with Scheduler(nano, prefix_bytes=64 << 20, prefix_dir=tmp_path) as scheduler:
+        expected, _ = ask(scheduler, tokens)
+    for path in tmp_path.iterdir():
+        found = Snapshot.load(path)
+        Snapshot(found.identity, found.tokens, {**found.arrays, "layer.0.window.codes": np.zeros(3, np.uint8)}).save(path)
+    with pytest.warns(RuntimeWarning, match="damaged file was removed"):
+        with Scheduler(nano, prefix_bytes=64 << 20, prefix_dir=tmp_path) as scheduler:
+            assert ask(scheduler, tokens) == (expected, 0)
+            assert ask(scheduler, tokens) == (expected, 60)
+
+
+def test_what_is_no_file_is_passed_over(nano, text, tmp_path):
+    (tmp_path / "a.prefix").mkdir()
+    (tmp_path / "b.prefix").symlink_to(tmp_path / "gone")
+    store = PrefixStore(nano, 64 << 20, tmp_path)
+    fill(nano, store, text[:1])
+    store.close()
+    again = PrefixStore(nano, 64 << 20, tmp_path)
+    again.close()
+    assert len(again) == 1 and (tmp_path / "a.prefix").is_dir()
 
 
 def test_places_that_cannot_be_written(nano, text, tmp_path, monkeypatch):
