@@ -263,7 +263,7 @@ def test_quantisers_do_not_hide_nonfinite_values(ops, bad):
 
 
 def test_unknown_backend():
-    with pytest.raises(ConfigError, match="expected one of cpu, reference; found 'gpu'"):
+    with pytest.raises(ConfigError, match="expected one of cpu, cuda, reference; found 'gpu'"):
         open_ops("gpu")
 
 
