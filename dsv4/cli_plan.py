@@ -9,10 +9,14 @@ import click
 
 from .cli_support import say
 
+MOST = 1e9  # GiB, GB/s: beyond any machine, and far from where sums overflow
+
 
 def _number(ctx, param, value: float) -> float:
     if not math.isfinite(value) or value <= 0:
         raise click.BadParameter(f"expected a number above 0; found {value}")
+    if value > MOST:
+        raise click.BadParameter(f"expected at most {MOST:g}; found {value}")
     return value
 
 
@@ -38,7 +42,7 @@ def _numbers(*options: tuple[str, float, str]):
     ("--disk", 3.0, "What is read of the disk, GB/s."),
 )
 @click.option("--context", type=click.IntRange(min=1), default=32768, show_default=True, help="Positions of a session.")
-@click.option("--sessions", type=click.IntRange(min=1), default=1, show_default=True, help="Sessions that are open at once.")
+@click.option("--sessions", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Sessions that are open at once.")
 @click.option(
     "--acceptance", type=float, default=0.75, show_default=True,
     help="Chance that a drafted token is accepted once those before it were.",
@@ -47,7 +51,7 @@ def _numbers(*options: tuple[str, float, str]):
     "--model", default="real", show_default=True, metavar="real|nano|DIR|CONFIG.json",
     help="Whose sizes to take. real: the published model with all its 256 experts.",
 )  # fmt: skip
-@click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Routed experts of a layer, if not the model's.")
+@click.option("--experts", type=click.IntRange(1, 4096), metavar="N", help="Routed experts of a layer, if not the model's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers):
     """Predict what a machine makes of a model: memory by part, tokens per second, what bounds them.

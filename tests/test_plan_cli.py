@@ -176,6 +176,12 @@ def test_other_models(capsys):
     (["--ram", "-1"], "expected a number above 0; found -1.0"),
     (["--bandwidth", "nan"], "expected a number above 0; found nan"),
     (["--disk", "inf"], "expected a number above 0; found inf"),
+    (["--disk", "1e-4"], "plan: disk: expected a number of at least 0.001, found 0.0001"),
+    (["--ram", "1e308"], "expected at most 1e+09; found 1e+308"),
+    (["--gpus", f"{'9' * 5000}x22"], "--gpus: expected COUNTxGIB"),
+    (["--gpus", f"4x{'9' * 400}"], "--gpus: expected COUNTxGIB"),
+    (["--sessions", "9" * 400], "'--sessions'"),
+    (["--experts", "100000"], "'--experts'"),
     (["--acceptance", "1.5"], "expected a number within 0..1; found 1.5"),
     (["--acceptance", "nan"], "expected a number within 0..1; found nan"),
     (["--context", "2000000"], "plan: context: expected at most the model's 1048576 positions, found 2000000"),
@@ -189,7 +195,7 @@ def test_wrong_arguments(capsys, options, words):
 
 def test_machines_that_cannot_be():
     for wrong in ({"bandwidth": 0}, {"ram": float("nan")}, {"gpus": -1}, {"disk": float("inf")}):
-        with pytest.raises(ConfigError, match=f"plan: {next(iter(wrong))}: expected a number above 0"):
+        with pytest.raises(ConfigError, match=f"plan: {next(iter(wrong))}: expected a number of at least"):
             Machine(**wrong)
     assert parse_gpus(" 2X12.5 ") == (2, 12.5) and parse_gpus("0") == (0, 0.0)
 

@@ -40,7 +40,7 @@ class Machine:
             value = getattr(self, field.name)
             least = 0 if field.name in ("gpus", "gpu_memory") else 1e-3
             if not math.isfinite(value) or value < least:
-                raise ConfigError(f"plan: {field.name}: expected a number above 0, found {value!r}")
+                raise ConfigError(f"plan: {field.name}: expected a number of at least {least:g}, found {value!r}")
         if self.pcie not in PCIE:
             raise ConfigError(f"plan: pcie: expected a generation, {', '.join(map(str, PCIE))}; found {self.pcie}")
         if self.lanes not in (1, 2, 4, 8, 16):
@@ -66,7 +66,7 @@ def parse_gpus(text: str) -> tuple[int, float]:
     """(count, gibibytes of each) of "4x22"; "0" is none. Raises ConfigError."""
     if text.strip() == "0":
         return 0, 0.0
-    match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text.strip().lower())
+    match = re.fullmatch(r"([1-9]\d{0,8})x(\d{1,9}(?:\.\d+)?)", text.strip().lower())
     if not match or float(match[2]) == 0:
         raise ConfigError(f"--gpus: expected COUNTxGIB, such as 4x22, or 0 for none; found {text!r}")
     return int(match[1]), float(match[2])
