@@ -14,7 +14,7 @@ RUNTIMES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:abort_on_error=0:exitcode=77",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=77",
-    "TSAN_OPTIONS": "exitcode=77:halt_on_error=1:report_signal_unsafe=0:ignore_noninstrumented_modules=1:history_size=4",
+    "TSAN_OPTIONS": "exitcode=77:halt_on_error=1:report_signal_unsafe=0:ignore_noninstrumented_modules=1:history_size=1",
 }
 
 
