@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn")
 from fake_engine import FakeEngine  # noqa: E402
 from fake_scheduler import FakeScheduler, served, steps, until  # noqa: E402
 
-from dsv4.errors import CapacityError, InputError, StateError  # noqa: E402
+from dsv4.errors import BackendError, CapacityError, CheckpointError, Dsv4Error, InputError, StateError  # noqa: E402
 from dsv4.server.serving import listen  # noqa: E402
 
 CHAT = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}]}
@@ -219,15 +219,16 @@ def test_what_the_scheduler_refuses(post, script, raised, status, kind):
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
-def test_what_breaks_is_told_in_general_words(engine):
+@pytest.mark.parametrize("error", [ValueError, Dsv4Error, BackendError, CheckpointError])
+def test_what_breaks_is_told_in_general_words(engine, error):
     with served(engine, FakeScheduler()) as server, httpx.Client(base_url=server.address) as client:
         assert client.get("/health").status_code == 200
-        server.service.scheduler.script = [*steps(["a", "b"])[:1], ValueError("secret")]
+        server.service.scheduler.script = [*steps(["a", "b"])[:1], error("secret")]
         whole, streamed = client.post(CHAT_PATH, json=CHAT), client.post(CHAT_PATH, json={**CHAT, "stream": True})
         assert whole.status_code == 500 and "secret" not in whole.text and whole.json()["error"]["type"] == "server_error"
         assert events(streamed)[-1]["error"]["code"] == "internal_error" and "secret" not in streamed.text
         assert client.get("/health").status_code == 503 and client.get("/health").json() == {"status": "failed"}
-        server.service.scheduler.script = ValueError("secret")
+        server.service.scheduler.script = error("secret")
         refused = client.post(CHAT_PATH, json=CHAT)
         assert refused.status_code == 500 and refused.json()["error"]["code"] == "internal_error"
 

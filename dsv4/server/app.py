@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
-from ..errors import CapacityError, Dsv4Error, StateError
+from ..errors import CapacityError, ConfigError, Dsv4Error, InputError, StateError
 from ..generate import prompt_tokens
 from ..scheduler import Request, Scheduler, Ticket
 from .asked import Asked, read_chat, read_completion
@@ -145,7 +145,7 @@ class Service:
             return Fault(429, str(error), code="busy")
         if isinstance(error, StateError):
             return Fault(503, str(error), code="closing")
-        if isinstance(error, Dsv4Error):
+        if isinstance(error, (InputError, ConfigError)):
             place = str(error).partition(":")[0]
             return Fault(400, str(error), None if " " in place else place)
         self.failed = True
