@@ -20,7 +20,7 @@ from .cli_plan import plan
 from .cli_serve import serve
 from .cli_pack import pack
 from .cli_spec import Recorder, determinism, spec_options
-from .cli_support import Bars, engine_options, load_engine, prompt_options, quiet_follower, read_prompt, say
+from .cli_support import Bars, engine_options, load_engine, printable, prompt_options, quiet_follower, read_prompt, say
 from .cli_synth import synth
 from .config import World
 from .errors import Dsv4Error
@@ -152,7 +152,8 @@ def generate(model, prompt, prompt_file, tokens, as_json, settings, spec, record
 
 def _print_step(bars: Bars, text: bool, step) -> None:
     bars.stop()
-    say(step.text if text else f"{step.token} ", end="")
+    shown = printable(step.text) if sys.stdout.isatty() else step.text
+    say(shown if text else f"{step.token} ", end="")
 
 
 def _record(result, load_s: float, experts: dict | None) -> dict:

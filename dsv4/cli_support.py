@@ -137,6 +137,15 @@ def say(text: str, end: str = "\n") -> None:
     print(text, end=end, flush=True)
 
 
+def printable(text: str) -> str:
+    """A terminal obeys control characters, and a model may say any: they are shown instead."""
+    return "".join(c if c in "\n\t" or not _controls(c) else f"\\x{ord(c):02x}" for c in text)
+
+
+def _controls(letter: str) -> bool:
+    return ord(letter) < 0x20 or 0x7F <= ord(letter) < 0xA0
+
+
 class Bars:
     """progress(stage, done, total) as bars on stderr; nothing where stderr is no terminal. Gone when stopped."""
 

@@ -95,8 +95,9 @@ class Chat:
         try:
             with replacing(path) as out:
                 out.write(json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
-        except OSError as error:
-            raise InputError(f"{path}: expected a place to write the conversation to; {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a name with a zero in it
+            what = error.strerror if isinstance(error, OSError) else error
+            raise InputError(f"{path}: expected a place to write the conversation to; {what}") from error
 
     def load(self, path: Path) -> None:
         """Go on from a saved list. Raises InputError, and keeps what was, where it is none."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .cli_support import printable
 from .errors import ConfigError, Dsv4Error, InputError
 from .terminal import Chat, Stopped
 
@@ -87,6 +88,9 @@ class Screen:
                 return
             try:
                 self._take(line)
+            except KeyboardInterrupt:  # just before or after an answer, or in a command
+                if not self.terminal:
+                    raise
             except Dsv4Error as error:
                 if not self.terminal:
                     raise
@@ -125,7 +129,8 @@ class Screen:
                 self._write(self._printable(value))
             else:
                 for call in value:
-                    self._write(f"\n[{call['function']['name']} {self._printable(call['function']['arguments'])}]")
+                    name, arguments = map(self._printable, (call["function"]["name"], call["function"]["arguments"]))
+                    self._write(f"\n[{name} {arguments}]")
         return thinking
 
     def _mark(self, thinking: bool) -> str:
@@ -135,10 +140,8 @@ class Screen:
         return "<think>" if thinking else "</think>\n"
 
     def _printable(self, text: str) -> str:
-        """A terminal obeys control characters, and a model may say any: they are shown instead."""
-        if not self.terminal:
-            return text
-        return "".join(c if c in "\n\t" or not _controls(c) else f"\\x{ord(c):02x}" for c in text)
+        """What others said, for standard output, which may be a terminal also where the lines come from elsewhere."""
+        return printable(text) if self.terminal or sys.stdout.isatty() else text
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -154,7 +157,7 @@ class Screen:
 
     def _note(self, text: str) -> None:
         if self.terminal:
-            self._write(f"{DIM}{text}{PLAIN}\n")
+            self._write(f"{DIM}{printable(text)}{PLAIN}\n")
         else:
             print(text, file=sys.stderr, flush=True)
 
@@ -189,8 +192,7 @@ class Screen:
 def _path(command: str, rest: str) -> Path:
     if not rest:
         raise InputError(f"/{command}: expected the name of a file, found none")
-    return Path(rest).expanduser()
-
-
-def _controls(letter: str) -> bool:
-    return ord(letter) < 0x20 or 0x7F <= ord(letter) < 0xA0
+    try:
+        return Path(rest).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"/{command}: expected the name of a file, found {rest!r}; {error}") from error

@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file
 
 import dsv4
-from dsv4.cli import cli, main
+from dsv4.cli import _print_step, cli, main
+from dsv4.cli_support import Bars
 
 PROMPT = "Once upon a time"
 
@@ -461,3 +463,11 @@ def test_output_that_cannot_be_written():
         command = f"exec {sys.executable} -m dsv4 generate --prompt x --max-tokens 3 --temperature 0 {redirect}"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_terminal_is_shown_control_characters_and_a_file_gets_them(monkeypatch, capsys):
+    step = SimpleNamespace(text="a\x1b[2J\n", token=1)
+    _print_step(Bars(), True, step)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _print_step(Bars(), True, step)
+    assert capsys.readouterr().out == "a\x1b[2J\na\\x1b[2J\n"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 
 import pytest
@@ -204,6 +205,8 @@ def test_commands(chat, monkeypatch, capsys, tmp_path):
     ("/think maybe", "/think: expected on or off, found 'maybe'"),
     ("/save", "/save: expected the name of a file, found none"),
     ("/load", "/load: expected the name of a file, found none"),
+    ("/save ~nobody.here/x", "/save: expected the name of a file, found '~nobody.here/x'; Could not determine home directory."),
+    ("/save a\0b", "a\0b: expected a place to write the conversation to; embedded null byte"),
 ])  # fmt: skip
 def test_wrong_commands(chat, monkeypatch, capsys, line, words):
     talk = chat(max_tokens=3)
@@ -211,7 +214,7 @@ def test_wrong_commands(chat, monkeypatch, capsys, line, words):
         run(talk, [line, "Hello"], monkeypatch, capsys)
     assert str(caught.value) == words and not talk.messages  # plain lines: a script ends at its first mistake
     shown = run(talk, [line, "Hello"], monkeypatch, capsys, terminal=True)
-    assert f"error: {words}" in shown.out and len(talk.messages) == 2  # a person goes on
+    assert f"error: {words}".replace("\0", "\\x00") in shown.out and len(talk.messages) == 2  # a person goes on
 
 
 def test_reasoning_is_marked(chat, monkeypatch, capsys):
@@ -222,16 +225,35 @@ def test_reasoning_is_marked(chat, monkeypatch, capsys):
         yield {"reasoning_content": "h"}
         yield {"reasoning_content": "m\x1b[2J\x9b"}
         yield {"content": "yes"}
-        yield {"tool_calls": [{"index": 0, "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+        yield {"tool_calls": [{"index": 0, "type": "function", "function": {"name": "f\x1b[2J", "arguments": "{}"}}]}
 
     ask(talk, "Hello")
     STATS = talk.stats
     monkeypatch.setattr(talk, "ask", answer)
-    assert run(talk, ["x"], monkeypatch, capsys).out == "<think>hm\x1b[2J\x9b</think>\nyes\n[f {}]\n"
+    assert run(talk, ["x"], monkeypatch, capsys).out == "<think>hm\x1b[2J\x9b</think>\nyes\n[f\x1b[2J {}]\n"
     shown = run(talk, ["x"], monkeypatch, capsys, terminal=True).out
-    assert shown.startswith("\x1b[2mhm\\x1b[2J\\x9b\x1b[0m\nyes\n[f {}]\n\x1b[2m")  # a model cannot move the cursor
+    assert shown.startswith("\x1b[2mhm\\x1b[2J\\x9b\x1b[0m\nyes\n[f\\x1b[2J {}]\n\x1b[2m")  # a model cannot move the cursor
     monkeypatch.setattr(talk, "ask", lambda text: iter([{"reasoning_content": "hm"}]))
     assert run(talk, ["x"], monkeypatch, capsys).out == "<think>hm</think>\n\n"
+
+
+def test_ctrl_c_beside_an_answer_keeps_the_talk(chat, monkeypatch, capsys):
+    talk = chat(max_tokens=3)
+    monkeypatch.setattr(talk, "reset", lambda: signal.raise_signal(signal.SIGINT))
+    run(talk, ["/reset", "Hello"], monkeypatch, capsys, terminal=True)
+    assert len(talk.messages) == 2
+    with pytest.raises(KeyboardInterrupt):
+        run(talk, ["/reset", "Hello"], monkeypatch, capsys)
+
+
+def test_answers_reach_a_terminal_without_control_characters_wherever_the_lines_come_from(chat, monkeypatch, capsys):
+    talk = chat(max_tokens=3, system="\x1b[2J")
+    ask(talk, "Hello")
+    monkeypatch.setattr(talk, "ask", lambda text: iter([{"content": "\x1b[2J"}]))
+    assert run(talk, ["x"], monkeypatch, capsys).out == "\x1b[2J\n"
+    assert "\x1b[2J" not in run(talk, ["x", "/system"], monkeypatch, capsys, terminal=True).out  # a loaded file's text, too
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(talk, ["x"], monkeypatch, capsys).out == "\\x1b[2J\n"
 
 
 def test_a_terminal_without_prompt_toolkit_is_told(monkeypatch):
