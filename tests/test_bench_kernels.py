@@ -96,7 +96,7 @@ def test_prefill():
 @pytest.mark.parametrize("ratio, entries, index", [(0, 0, 0), (4, 16, 75), (16, 18, 0)])
 def test_bytes_that_a_row_must_read(ratio, entries, index):
     """Weights of the block as stored but experts and ids; keys of the window and the entries chosen; index keys."""
-    bench = Bench(NANO, ratio, 12, 300, 1, 6)
+    bench = Bench(NANO, ratio, 12, 300, open_ops("cpu"), 6)
     weights = 0
     with_names = module.Drawn(bench.recipe)
     for name in with_names.names():
@@ -108,7 +108,7 @@ def test_bytes_that_a_row_must_read(ratio, entries, index):
 
 @pytest.mark.parametrize("ratio", [0, 4, 16])
 def test_the_layer_measured_computes_finite_numbers_with_the_experts_asked_for(ratio, monkeypatch):
-    bench = Bench(NANO, ratio, 12, 300, 1, 6)
+    bench = Bench(NANO, ratio, 12, 300, open_ops("cpu"), 6)
     seen = []
     moe, block = bench.ops.moe, bench.model.block
     monkeypatch.setattr(bench.ops, "moe", lambda x, ids, *rest: seen.append(set(ids.ravel().tolist())) or moe(x, ids, *rest))

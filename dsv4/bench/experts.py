@@ -18,7 +18,7 @@ PAGE_ENTRIES = 64  # of 256 positions
 COLD = 256 << 20  # bytes that calls go through before they come back to the same
 
 
-def _expert(ops: Ops, config: ModelConfig, rng: np.random.Generator) -> tuple:
+def random_expert(ops: Ops, config: ModelConfig, rng: np.random.Generator) -> tuple:
     """(w1, w2, w3): random codes, scales that keep the variance of the input, to a factor 4."""
     d, inner = config.hidden_size, config.moe_intermediate_size
 
@@ -42,7 +42,7 @@ class _Layer:
         self.config, self.chosen = config, config.num_experts_per_tok - 1
         groups = max(ROWS, ceil(COLD / (expert_bytes(config) * self.chosen)))
         ops, rng = open_ops("cpu"), np.random.default_rng(0)
-        experts = [_expert(ops, config, rng) for _ in range(groups * self.chosen + 1)]
+        experts = [random_expert(ops, config, rng) for _ in range(groups * self.chosen + 1)]
         self.bank = ops.bank(experts[:-1], experts[-1])
         self.groups = np.arange(groups * self.chosen, dtype=np.int32).reshape(groups, self.chosen)
         self.x = rng.standard_normal((ROWS, config.hidden_size), np.float32)

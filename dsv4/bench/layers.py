@@ -11,10 +11,10 @@ import numpy as np
 from ..comm import Single
 from ..config import ModelConfig
 from ..model import Model
-from ..ops import KeyCache, open_ops
+from ..ops import KeyCache, Ops, open_ops
 from ..plan import index_key_bytes, key_bytes
 from ..rows import Rows
-from ..state import Pool
+from ..state import LayerState, Pool
 from ..step import Step
 from ..synth import Drawn, Recipe
 from ..weights import ROUTED, expected, load_weights
@@ -26,50 +26,67 @@ VOCABULARY = 4096  # of the layers measured; they use no more tokens
 PREFILL = 512
 
 
-class Bench:
-    """One layer of a compression ratio, with a sequence of `context` positions whose keys are random.
+class Slice:
+    """Layers of some compression ratios, with a sequence of `context` positions whose keys are random, on any backend.
 
-    Its routing is by token, so that the caller says which experts are chosen: token t takes group t of them.
+    Routing is by token, so that the caller says which experts are chosen: token t takes group t of them.
     """
 
-    def __init__(self, config: ModelConfig, ratio: int, experts: int, context: int, threads: int, headroom: int):
-        small = replace(config, vocab_size=VOCABULARY, num_hash_layers=1, dspark=None)
+    def __init__(self, config: ModelConfig, ratios: tuple[int, ...], experts: int, context: int, ops: Ops, headroom: int):
+        small = replace(config, vocab_size=VOCABULARY, num_hash_layers=len(ratios), dspark=None)
         small = replace(small, bos_token_id=0, eos_token_ids=(0,))
-        self.recipe = Recipe.of(small, layers=1, ratios=(ratio,), experts=experts)
-        self.config, self.ratio, self.context = self.recipe.config, ratio, context
-        self.ops = open_ops("cpu", threads=threads)
+        self.recipe = Recipe.of(small, layers=len(ratios), ratios=ratios, experts=experts)
+        self.config, self.ops, self.context = self.recipe.config, ops, context
         weights = load_weights(Drawn(self.recipe), self.config, self.ops)
         self.model = Model(self.config, weights, self.ops, Single())
         self.pool = Pool(self.ops, self.config, slots=1, max_context=context + headroom, headroom=headroom)
         self.pool.reserve(self.pool.take_slot(), context + headroom)
         self.rng = np.random.default_rng(0)
-        self._fill()
+        for layer in self.pool.layers:
+            self._fill(layer)
         k = self.config.num_experts_per_tok
         self.groups = experts // k
-        weights.blocks[0].ffn.fixed[: self.groups] = np.arange(self.groups * k).reshape(self.groups, k)
+        chosen = self.ops.table(np.arange(self.groups * k).reshape(self.groups, k))
+        for block in weights.blocks:
+            block.ffn.fixed[: self.groups] = chosen
 
-    def _fill(self) -> None:
+    def _fill(self, layer: LayerState) -> None:
         """Random keys, index keys and compressor rows everywhere."""
         rng = self.rng
-        for part in self.pool.layers[0].caches().values():
+        for part in layer.caches().values():
             for field, array in zip(part._fields, part):
                 if array.dtype == np.float32:
-                    array[:] = rng.standard_normal(array.shape, np.float32)
+                    values = rng.standard_normal(array.shape, np.float32)
                 elif field == "scales":
-                    array[:] = rng.integers(118, 122, array.shape)
+                    values = rng.integers(118, 122, array.shape)
                 elif field == "rope":
-                    array[:] = rng.integers(0x3E80, 0x3F80, array.shape)  # bf16 of 0.25 .. 1
+                    values = rng.integers(0x3E80, 0x3F80, array.shape)  # bf16 of 0.25 .. 1
                 elif isinstance(part, KeyCache):
-                    array[:] = rng.integers(0, 0x7E, array.shape)  # e4m3 without NaN
+                    values = rng.integers(0, 0x7E, array.shape)  # e4m3 without NaN
                 else:
-                    array[:] = rng.integers(0, 256, array.shape)
+                    values = rng.integers(0, 256, array.shape)
+                array[:] = self.ops.table(values.astype(array.dtype))
 
-    def time(self, choices: Sequence[np.ndarray], repeats: int) -> float:
+    def forward(self, rows: int, call: int = 0) -> np.ndarray:
+        """The logits [rows, vocab] of rows that end the context, each with experts of its own, others with every call."""
+        tokens = (np.arange(rows) + call * rows) % self.groups
+        step = Step(self.ops, self.pool, Rows.of(0, self.context - rows, tokens, "all"))
+        return self.model.forward(step, self.pool).logits
+
+
+class Bench(Slice):
+    """One layer of a compression ratio."""
+
+    def __init__(self, config: ModelConfig, ratio: int, experts: int, context: int, ops: Ops, headroom: int):
+        super().__init__(config, (ratio,), experts, context, ops, headroom)
+        self.ratio = ratio
+
+    def time(self, choices: Sequence[np.ndarray], repeats: int, seconds: Callable = seconds) -> float:
         """Seconds of the layer over rows that end the context; choices: the rows' groups of experts, call by call."""
         rows = len(choices[0])
         steps = [Step(self.ops, self.pool, Rows.of(0, self.context - rows, c % self.groups, "none")) for c in choices]
         shape = (rows, self.config.hc_mult, self.config.hidden_size)
-        h = [self.rng.standard_normal(shape, np.float32) for _ in range(2)]
+        h = [self.ops.table(self.rng.standard_normal(shape, np.float32)) for _ in range(2)]
         block, state = self.model.weights.blocks[0], self.pool.layers[0]
         for step in steps:
             self.model.block(block, h[0], step, state)  # places and rotations are worked out once for all layers
@@ -119,7 +136,7 @@ def layers(
     for n in thread_counts(threads):
         one = {}
         for ratio in ratios:
-            bench, speed = Bench(config, ratio, experts, context, n, ROWS), bandwidth(n)
+            bench, speed = Bench(config, ratio, experts, context, open_ops("cpu", threads=n), ROWS), bandwidth(n)
             taken = bench.time([np.array([i]) for i in range(ROWS)], repeats)
             one[ratio] = record(_name(ratio), n, 1, taken, bench.read_bytes(config.num_experts_per_tok), speed,
                                 context=context, experts=config.num_experts_per_tok)  # fmt: skip
@@ -171,7 +188,8 @@ def prefill(
     found = []
     n, ratios = thread_counts(threads)[-1], sorted(set(config.compress_ratios))
     for number, ratio in enumerate(ratios):
-        bench, speed = Bench(config, ratio, config.n_routed_experts, context, n, rows), bandwidth(n)
+        ops, speed = open_ops("cpu", threads=n), bandwidth(n)
+        bench = Bench(config, ratio, config.n_routed_experts, context, ops, rows)
         taken = bench.time([np.arange(rows) + i for i in range(2)], repeats)
         rate, possible = bench.operations(rows) / taken, matmul_rate(rows, config.hidden_size, 2 * config.hidden_size)
         found.append(

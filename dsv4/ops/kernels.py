@@ -146,6 +146,22 @@ class Launcher(Protocol):
     def host_wait(self, event: Any) -> None:
         """Return when the event has happened. Any thread."""
 
+    # What only measurements ask for.
+    def about(self) -> dict:
+        """The device: name, bytes of memory, capability, driver."""
+
+    def clock(self) -> Any:
+        """A moment of the compute stream, for `between`."""
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one moment to a later one. Waits for it."""
+
+    def duplicate(self, source: Any, target: Any) -> None:
+        """Copy a device array to another of its size, on the compute stream."""
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        """a [n, k] · b [k, m], both float16, by the device's own library."""
+
 
 def open_cupy(index: int, cupy: Any = None) -> Any:
     """CuPy with device `index` made current. Raises BackendError: no CuPy, driver or device, or too old a one."""
@@ -324,6 +340,30 @@ class DeviceLauncher:
 
     def host_wait(self, event: Any) -> None:
         event.synchronize()
+
+    # ------------------------------------------------------------------ measurements
+    def about(self) -> dict:
+        runtime = self.cupy.cuda.runtime
+        found = runtime.getDeviceProperties(self.device.id)
+        return {
+            "device": found["name"].decode(), "memory_bytes": int(found["totalGlobalMem"]), "capability": self.architecture / 10,
+            "driver_cuda": runtime.driverGetVersion() / 1000,
+        }  # fmt: skip
+
+    def clock(self) -> Any:
+        event = self.cupy.cuda.Event()
+        event.record(self.cupy.cuda.get_current_stream())
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return self.cupy.cuda.get_elapsed_time(start, end) / 1000
+
+    def duplicate(self, source: Any, target: Any) -> None:
+        target.data.copy_from_device_async(source.data, source.nbytes, self.cupy.cuda.get_current_stream())
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        return self.cupy.matmul(a, b)
 
 
 def index_kernel(function: Callable, count: int) -> Any:

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -195,3 +196,19 @@ class EmulatedLauncher:
                 source, target = self._copies.pop(0)
                 target[...] = source
                 self._done += 1
+
+    # ------------------------------------------------------------------ measurements: of the wall's time
+    def about(self) -> dict:
+        return {"device": "emulated", "memory_bytes": 0, "capability": 0.0, "driver_cuda": 0.0}
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+    def duplicate(self, source: DeviceArray, target: DeviceArray) -> None:
+        target.host[...] = source.host
+
+    def multiply(self, a: DeviceArray, b: DeviceArray) -> DeviceArray:
+        return self.upload((a.host.astype(np.float32) @ b.host.astype(np.float32)).astype(np.float16))
