@@ -439,6 +439,19 @@ def test_an_answer_that_takes_too_long(engine):
         assert all(ticket.cancelled.wait(5) for ticket in scheduler.tickets) and len(scheduler.tickets) == 2
 
 
+def test_a_client_that_does_not_read_is_given_up(engine, monkeypatch):
+    monkeypatch.setattr("dsv4.server.app.LAST_WORDS", 0.2)
+    with served(engine, FakeScheduler(), request_s=0.7) as server:
+        scheduler = server.service.scheduler
+        scheduler.script = [*steps(["a" * 30_000_000] * 2 + ["b"])[:2], threading.Event()]  # more than any buffer takes
+        body = json.dumps({**CHAT, "stream": True}).encode()
+        with connect(server) as sock:
+            sock.sendall(head(CHAT_PATH, len(body)) + body)
+            until(lambda: scheduler.tickets)
+            assert scheduler.tickets[0].cancelled.wait(20)
+            until(lambda: not server.service.tickets)
+
+
 @pytest.mark.parametrize("streamed, begun", [(False, False), (True, False), (True, True)])
 def test_a_client_that_leaves_frees_its_slot(engine, streamed, begun):
     """While nothing has come yet, and between two steps; the server does not wait for the next one."""

@@ -33,6 +33,7 @@ from .metrics import Metrics
 from .replies import Reply
 
 LOG = logging.getLogger("dsv4.server")
+LAST_WORDS = 5  # seconds that a client has to read why its answer was cut off
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {
     "/": ("index.html", "text/html"),
@@ -176,10 +177,12 @@ class Answer:
                 self.service.metrics.disconnects.inc()
                 return
             else:
+                self.ticket.cancel()
                 await _ended(work)
                 fault = Fault(504, f"the answer was not complete within {limit:g} s", code="timeout")
-            if fault:
-                await self._fail(fault, scope, receive, send)
+            if fault:  # a client that does not read does not hear it either
+                work = asyncio.ensure_future(self._fail(fault, scope, receive, send))
+                await asyncio.wait({work, gone}, timeout=LAST_WORDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.ticket.cancel()
             self.service.tickets.discard(self.ticket)
