@@ -131,6 +131,40 @@ def test_a_file_that_shrinks_is_one_clear_line_and_the_store_goes_on(tmp_path):
     assert model.store._cache.room() == 6
 
 
+def test_a_file_that_is_whole_again_is_enough_for_the_next_forward(tmp_path):
+    """What a failed forward had sent for ahead does not fail the next one."""
+    model, tokens = Model(tmp_path / "experts", 30), np.array([3, 4, 5])
+    whole = (tmp_path / "experts").read_bytes()
+    with open(tmp_path / "experts", "r+b") as file:
+        file.truncate(0)
+        model.store.begin(tokens)
+        loads = list(model.store._loads.values())
+        assert {load.bank for load in loads} == {0, 1} and all(load.done.exception(30) for load in loads)
+        with pytest.raises(CheckpointError):
+            model.store.moe(np.ones((1, D), np.float32), model.fixed[tokens[:1]].astype(np.int32), np.ones((1, K), np.float32),
+                            model.staged["layers.0."], 7.0, SLICES)  # fmt: skip
+        file.write(whole)
+    model.run(seed=0, steps=3)
+    assert model.store._cache.room() == 30
+
+
+def test_what_could_not_be_sent_for_is_not_taken_for_resident(tmp_path):
+    model = Model(tmp_path / "experts", ALL)
+    mark, calls = model.stage.mark, []
+
+    def interrupted():
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return mark()
+
+    model.stage.mark = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        model.run(seed=1, steps=2)
+    model.run(seed=1, steps=2)
+    assert model.store._cache.room() == ALL
+
+
 def test_a_nan_scale_is_found_when_it_is_read(tmp_path):
     model = Model(tmp_path / "experts", 6)
     expert = model.source.first["layers.2."] + 5

@@ -122,6 +122,7 @@ class Store:
         self._cache.age()
         for number in list(self._ahead):  # of a forward that failed
             self._release(number)
+        self._drop_failed()
         for bank in self._hashed:
             room = self._cache.room() - 2 * self._per_token
             needed = np.unique(bank.fixed[tokens])
@@ -207,11 +208,18 @@ class Store:
         slots, missing = self._cache.pin(bank.number, experts)
         new = slots[missing]
         if len(new):
-            load = Load(bank.number, bank.prefix, experts[missing], new, self._stage.mark())
-            for slot in new.tolist():
-                self._matrices[slot] = self._source.layout.matrices(self._ops, self._stage.slot(slot))
-                self._loads[slot] = load
-            self._reader.submit(self._fill, load)
+            try:
+                load = Load(bank.number, bank.prefix, experts[missing], new, self._stage.mark())
+                for slot in new.tolist():
+                    self._matrices[slot] = self._source.layout.matrices(self._ops, self._stage.slot(slot))
+                    self._loads[slot] = load
+                self._reader.submit(self._fill, load)
+            except BaseException:  # not sent for: not to be taken for resident
+                self._cache.unpin(slots)
+                self._cache.forget(new, bank.number, experts[missing])
+                for slot in new.tolist():
+                    self._loads.pop(slot, None)
+                raise
         return slots, len(new)
 
     def _fill(self, load: Load) -> None:
@@ -243,6 +251,13 @@ class Store:
         if loads:
             self._stage.settle()
             self.counters.stall_s += time.perf_counter() - start
+
+    def _drop_failed(self) -> None:
+        """What was sent for by a forward that failed may have failed too; such experts are missing again."""
+        for load in {id(load): load for load in self._loads.values()}.values():
+            if load.done.exception():
+                self._loads = {slot: own for slot, own in self._loads.items() if own is not load}
+                self._cache.forget(load.slots, load.bank, load.experts)
 
     def _release(self, number: int) -> None:
         """Slots pinned ahead for a hash layer may go again."""
