@@ -9,7 +9,7 @@ from .errors import ConfigError
 
 def parse_size(name: str, text: str) -> int:
     """Bytes of "2GiB", "500 MB", "1.5g" (without a B: powers of 1024) or a plain number. Raises ConfigError naming `name`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b)?", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,40}(?:\.\d{1,40})?)\s*(?:([kmgt])(i?b)?|b)?", text.strip().lower())
     if match:
         base = 1000 if match[3] == "b" else 1024
         size = int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
