@@ -126,6 +126,35 @@ def test_launches(launcher):
         kernel((1, 2), (256,), (x, x, 64))
 
 
+def test_index_functions_do_not_make_the_host_wait(launcher, monkeypatch):
+    """numba waits for the stream of every CuPy array it is given, and takes a stream by its object alone."""
+    from numba import cuda
+
+    found = []
+    monkeypatch.setattr(kernels, "index_kernel", lambda function, count: function)
+    monkeypatch.setattr(cuda, "jit", lambda function: Configured())
+    monkeypatch.setattr(cuda, "as_cuda_array", lambda array, sync: (array, sync))
+    monkeypatch.setattr(cuda, "external_stream", lambda number: ("stream", number))
+
+    class Configured:
+        def __getitem__(self, how):
+            return lambda *args: found.append((how, args))
+
+    x = launcher.upload(np.zeros(3, np.int32))
+    launcher.each(len, 300, (x, np.int32(4)))
+    assert found == [((3, 128, ("stream", 7)), (300, (x, False), np.int32(4)))]
+
+
+def test_a_kernel_cache_that_is_not_ones_own(launcher, monkeypatch):
+    monkeypatch.setattr(kernels.os, "getuid", lambda: 12345)
+    with pytest.raises(BackendError, match="kernels to be one's own, found another user's"):
+        launcher.compile("formats.cu")
+    launcher.cache.rmdir()
+    launcher.cache.write_text("a file")
+    with pytest.raises(BackendError, match="expected to write to .*kernels: File exists; set TMPDIR"):
+        launcher.compile("formats.cu")
+
+
 def test_arrays(launcher):
     host = np.arange(6, dtype=np.int32).reshape(2, 3)
     np.testing.assert_array_equal(launcher.download(launcher.upload(host)), host)

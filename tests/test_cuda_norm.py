@@ -9,6 +9,7 @@ from emulation.launcher import REVERSE
 from test_ops_backends import mistakes
 
 from dsv4 import formats
+from dsv4.errors import InputError
 from dsv4.ops.reference import ReferenceOps
 
 pytestmark = pytest.mark.emulated
@@ -75,3 +76,8 @@ def test_nonfinite_values_are_found_at_any_place(ops, size):
             assert ops.has_nonfinite(x), (place, value)
         x[place] = 3e38
     assert not ops.has_nonfinite(x)
+
+
+def test_more_rows_than_a_grid_has_room_for(ops):
+    with pytest.raises(InputError, match="act_quant: expected at most 65535 rows in one forward, found more; .*--chunk"):
+        ops.act_quant(np.zeros((65536, 1), np.float32))

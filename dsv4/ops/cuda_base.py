@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import InputError
 from .kernels import Launcher
 
 Array = Any
+_GRID = 65535  # blocks of a grid's second and third dimension
 
 
 class CudaBase:
@@ -29,7 +31,9 @@ class CudaBase:
         self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], *args: Any,
         shared: int = 0, defines: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """Launch a kernel of a file of cuda/; see launcher.Kernel."""
+        """Launch a kernel of a file of cuda/; see launcher.Kernel. Raises InputError for more rows than a grid has room for."""
+        if max(grid[1:], default=0) > _GRID:
+            raise InputError(f"{kernel}: expected at most {_GRID} rows in one forward, found more; ask for smaller chunks (--chunk)")
         self.launcher.compile(source, defines).kernel(kernel)(grid, block, args, shared)
 
     def each(self, function: Callable, n: int, *args: Any) -> None:

@@ -7,9 +7,9 @@ CuPy; the tests have one that runs them on the CPU. Both have the methods of Lau
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import math
+import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -237,7 +237,7 @@ class DeviceLauncher:
         self.device = self.cupy.cuda.Device(index)
         self.architecture = int(self.device.compute_capability)
         self.nvrtc = nvrtc.library(self.cupy.cuda.runtime.runtimeGetVersion() // 1000)
-        self.cache = cache or Path(tempfile.gettempdir(), f"dsv4-kernels-{getpass.getuser()}")
+        self.cache = cache or Path(tempfile.gettempdir(), f"dsv4-kernels-{os.getuid()}")
         self.pool = self.cupy.cuda.MemoryPool()
         self.copies = self.cupy.cuda.Stream(non_blocking=True)
         self._modules: dict[tuple, DeviceModule] = {}
@@ -258,21 +258,30 @@ class DeviceLauncher:
         """The file of a text's machine code, from the cache where it has been compiled before."""
         parts = (text, self.architecture, nvrtc.version(self.nvrtc), nvrtc.FLAGS)
         path = self.cache / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.cubin"
-        if not path.exists():
+        try:
             self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-            compiled = nvrtc.compile_text(self.nvrtc, text, source, self.architecture)
-            with replacing(path) as file:
-                file.write(compiled.cubin)
+            if self.cache.stat().st_uid != os.getuid():  # whoever made it could have put any code there
+                raise BackendError(f"kernels: expected {self.cache} to be one's own, found another user's; remove it or set TMPDIR")
+            if not path.exists():
+                compiled = nvrtc.compile_text(self.nvrtc, text, source, self.architecture)
+                with replacing(path) as file:
+                    file.write(compiled.cubin)
+        except OSError as error:
+            raise BackendError(f"kernels: expected to write to {self.cache}: {error.strerror or error}; set TMPDIR") from error
         return path
 
     def each(self, function: Callable, n: int, args: tuple) -> None:
         check_arguments(function.__name__, args)
         if n:
-            if function not in self._numba:
-                from numba import cuda
+            from numba import cuda
 
+            if function not in self._numba:
                 self._numba[function] = cuda.jit(index_kernel(function, len(args)))
-            self._numba[function][-(-n // 128), 128, self.cupy.cuda.get_current_stream().ptr](n, *args)
+            number = self.cupy.cuda.get_current_stream().ptr
+            stream = number and cuda.external_stream(number)  # as a number numba knows 0 only, the default stream
+            # given CuPy's arrays themselves, numba has the host wait for the stream
+            args = tuple(a if isinstance(a, np.generic) else cuda.as_cuda_array(a, sync=False) for a in args)
+            self._numba[function][-(-n // 128), 128, stream](n, *args)
 
     # ------------------------------------------------------------------ arrays
     def _allocate(self, nbytes: int) -> Any:
