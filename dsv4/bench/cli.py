@@ -216,6 +216,37 @@ def prefill_command(**options):
     _measure_kernels(prefill, **options)
 
 
+@bench.command("cuda")
+@click.option("--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="Whose sizes to take.")
+@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Which GPU.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of a table.")
+@click.option("--output", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE", help="Also write the JSON there.")
+def cuda_command(like, device, as_json, output):
+    """What a GPU's kernels reach, beside the card's copy bandwidth and matrix rate; needs a GPU with about 8 GB free.
+
+    Linears, experts, attention, indexer, whole layers, forwards that verify drafts, and copies from pinned memory. Weights
+    are random and made in memory. launch/gpu_check.sh runs the tests on the device too.
+
+    \b
+    JSON records: first the card; then name, rows, seconds, bytes and gbs or operations and tflops, ratio (to the card's copy
+    bandwidth or its float16 matrix rate, measured in the same run), bar and met.
+    """
+    from ..ops import open_ops
+    from ..synth import read_config
+    from .cuda import measure, render
+
+    config, ops = read_config(like), open_ops("cuda", device=device)
+    with Bars() as bars:
+        records = measure(ops, config, progress=bars)
+    text = json.dumps(records, indent=1)
+    if output:
+        output.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        say(text)
+    else:
+        render(records)
+
+
 def _kernel_table(records: list[dict], where: dict) -> None:
     from rich.console import Console
     from rich.table import Table
