@@ -191,7 +191,7 @@ class Speculator:
         return found
 
     def _draft(self, token: int, found: Round) -> Generator[Any, Any, None]:
-        if self.gate.before_draft(found.margin):
+        if self.gate.before_draft(found.margin if self.gate.reads_margin else None):
             start = time.perf_counter()
             found.draft = yield WantsDraft(token, self.choose)
             found.length = self.gate.choose(found.draft.confidence.tolist())

@@ -210,6 +210,7 @@ class Told:
         self.n, self.drafting, self.told = n, drafting, []
 
     skipped_by_margin = False
+    reads_margin = True
 
     def before_draft(self, margin=None):
         return self.drafting

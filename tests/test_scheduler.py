@@ -286,16 +286,22 @@ def test_blocks_that_do_not_fit_take_turns(nano, prompts, monkeypatch):
 def test_costs_are_shares_of_the_batch():
     costs = BatchCosts(Costs())
     for _ in range(40):
-        for rows in (1, 6, 48):
-            costs.forwarded(rows, 0.5 + 0.1 * rows, rows == 1, False)
-        for n in (1, 8):
-            costs.drafted(n, 0.4 + 0.2 * n)
+        costs.learn(5, 3)
+        for rows in (1, 6, 8, 48):
+            costs.forwarded(rows, 0.5 + 0.1 * rows, False, False)
+        costs.forwarded(600, 1.0, False, True)  # rows of prompts cost less
     costs.forwarded(6, 50.0, False, False)  # something else took the machine
     for n in (1, 8):
+        for _ in range(40):
+            costs.drafted(n, 0.4 + 0.2 * n)
         costs.share(n)
         assert costs.plain_ms == pytest.approx(0.5 / n + 0.1, rel=0.1)
         assert costs.verify(5) == pytest.approx(0.5 / n + 0.6, rel=0.1)
         assert costs.draft_ms == pytest.approx(0.4 / n + 0.2, rel=0.1)
+    for _ in range(40):
+        costs.forwarded(8, 1.6, False, False)  # steps of a machine are not a line
+    costs.share(8)
+    assert costs.plain_ms == pytest.approx(0.2, rel=0.05) and costs.verify(5) == pytest.approx(5.3 / 8, rel=0.1)
 
 
 def test_a_line_starts_as_given_and_follows():
@@ -325,16 +331,25 @@ def test_all_decode_plainly_now_and_then(nano, prompts, monkeypatch):
             ticket.result(WAIT)
     plain = [i for i, step in enumerate(steps) if list(step.values()) == [1, 1, 1]]
     assert plain and BatchCosts.FIRST <= plain[0] < 30
+    costs, due = BatchCosts(Costs()), []
+    for _ in range(700):
+        due.append(costs.plain_is_due(True))
+        costs.forwarded(3 if due[-1] else 18, 5.0, due[-1], False)
+    runs = "".join("p" if one else "." for one in due).split("p" * BatchCosts.IN_A_ROW)
+    assert [len(run) for run in runs[:-1]] == [8, 16, 32, 64, 128, 128, 128, 128]
+
+
+def test_the_first_plain_step_says_little():
+    """It is slower than those after it."""
     costs = BatchCosts(Costs())
-    for _ in range(BatchCosts.FIRST):
-        assert not costs.plain_is_due(True)
-        costs.forwarded(18, 5.0, False, False)
-    assert costs.plain_is_due(True) and costs.plain_is_due(False)
-    costs.forwarded(3, 1.0, True, False)
-    assert not costs.plain_is_due(True)
+    for _ in range(20):
+        costs.forwarded(48, 6.0, False, False)
+        for ms in (1.9, 1.3, 1.3):
+            costs.forwarded(8, ms, True, False)
+    costs.share(8)
+    assert 8 * costs.plain_ms == pytest.approx(1.3, rel=0.02)
 
 
-# ---------------------------------------------------------------------- tickets
 def test_pieces_are_the_steps_of_a_stream_with_their_rounds(nano, prompts):
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=1)
     expected = list(stream(nano, prompts[3], params, spec="always"))

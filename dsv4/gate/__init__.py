@@ -5,7 +5,7 @@ It decides speed only. Whatever it chooses, the tokens are those of plain decodi
 
 from __future__ import annotations
 
-from .costs import Costs, MeasuredCosts
+from .costs import Costs, Evidence, MeasuredCosts
 from .rules import DEFAULT, RULES, Bucket, Calibrated, Fixed, Rule, make_rule
 from .settings import GateSettings
 

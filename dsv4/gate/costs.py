@@ -8,6 +8,21 @@ from typing import Iterable
 from .settings import GateSettings
 
 
+class Evidence:
+    """What rounds that drafted brought: means of tokens verified and accepted, the older ones counting less."""
+
+    __slots__ = ("weight", "verified", "accepted")
+
+    def __init__(self) -> None:
+        self.weight = self.verified = self.accepted = 0.0
+
+    def add(self, keep: float, verified: int, accepted: int) -> None:
+        """One round more; those before it now count `keep` times what they did."""
+        self.weight = keep * self.weight + 1.0
+        self.verified += (verified - self.verified) / self.weight
+        self.accepted += (accepted - self.accepted) / self.weight
+
+
 @dataclass
 class Costs:
     """Milliseconds of a round's parts; only ratios matter. A verify takes verify_base_ms + n · verify_slope_ms."""
@@ -16,6 +31,8 @@ class Costs:
     verify_base_ms: float = 300.0
     verify_slope_ms: float = 109.0
     plain_ms: float = 303.0
+
+    shared = False  # of a batch: `pays` says whether to draft
 
     @classmethod
     def of(cls, settings: GateSettings) -> Costs:
@@ -39,6 +56,13 @@ class Costs:
     def plain_is_due(self, lost: bool) -> bool:
         """Should a plain step be taken to learn how long it takes? lost: lately drafting seemed to lose."""
         return False
+
+    def learn(self, n: int, accepted: int) -> None:
+        """A draft of some sequence had so many of its n verified tokens accepted."""
+
+    def pays(self, own: Evidence) -> bool:
+        """Where shared: draft now? own: what the sequence's drafts brought."""
+        raise NotImplementedError
 
 
 class Mean:

@@ -11,7 +11,7 @@ from typing import Sequence
 
 from ..errors import ConfigError
 from .calibration import PRIOR, Calibration, MarginModel, Prior, known_outcomes
-from .costs import Costs, MeasuredCosts
+from .costs import Costs, Evidence, MeasuredCosts
 from .settings import GateSettings
 
 RULES = "calibrated, bucket, always, fixed:N"
@@ -29,6 +29,11 @@ class Rule:
         self.settings = settings if settings is not None else GateSettings()
         self.costs = Costs.of(self.settings)
         self.skipped_by_margin = False  # was it the margin, when before_draft last said no?
+
+    @property
+    def reads_margin(self) -> bool:
+        """Does before_draft look at the margin? It takes a while to compute."""
+        return self.settings.margin_threshold > 0.0
 
     def before_draft(self, margin: float | None = None) -> bool:
         """Draft this round? margin: top1 - top2 logit of the token just committed, where known."""
@@ -129,8 +134,11 @@ class Calibrated(Rule):
     doubles, up to where the probes' drafts take `probe_share` of plain decoding's time. Where the margin of the
     committed token has proved to tell rounds that gain from others, it decides instead, and probes go on. A floor
     (min_draft) means that every round speculates. Costs are measured as rounds go, for which a plain step is due at
-    times.
+    times. Where several sequences share their forwards, their costs say whether to draft (Costs.pays), by what drafts
+    brought to this one and to all; balance and margin then say nothing.
     """
+
+    MEMORY = 0.95  # weight of what a draft brought, one draft later
 
     def __init__(
         self, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR, costs: Costs | None = None,
@@ -147,6 +155,7 @@ class Calibrated(Rule):
         self.patience, self.first_wait, self.probe_share = patience, first_wait, probe_share
         self._wait = first_wait  # rounds without a draft before a probe
         self._skipped = 0  # rounds since the last draft
+        self._own = Evidence()
         self._margin: float | None = None
         self._start, self._tokens, self._ms = patience, 0, 0.0  # the balance: as it was, and what came since
 
@@ -159,11 +168,19 @@ class Calibrated(Rule):
     def wait(self) -> float:
         return min(self._wait, self.costs.draft_ms / (self.probe_share * self.costs.plain_ms))
 
+    @property
+    def reads_margin(self) -> bool:
+        return super().reads_margin or not self.costs.shared
+
     def before_draft(self, margin: float | None = None) -> bool:
         self._margin = margin
         if not super().before_draft(margin):
             return False
-        if self.settings.min_draft or self._skipped >= self.wait:
+        if self.settings.min_draft:
+            return True
+        if self.costs.shared:
+            return self.costs.pays(self._own)
+        if self._skipped >= self.wait:
             return True
         balance = self.balance
         if self.costs.plain_is_due(balance < self.patience / 2.0):
@@ -174,7 +191,8 @@ class Calibrated(Rule):
 
     def choose(self, confidences: Sequence[float]) -> int:
         # The draft is paid for, so n = 0 costs it too. A probe is careful: it verifies only what beats plain decoding.
-        unspeculated = self.costs.plain_ms if self.balance < 0.0 else self.costs.wasted()
+        careful = self.balance < 0.0 and not self.costs.shared
+        unspeculated = self.costs.plain_ms if careful else self.costs.wasted()
         chance = self.calibration.chance
         return self._pick([chance(c) for c in confidences], unspeculated)
 
@@ -182,6 +200,8 @@ class Calibrated(Rule):
         self.costs.observe(draft_ms, n, verify_ms)
 
     def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
+        self.costs.learn(n, accepted)
+        self._own.add(self.MEMORY, n, accepted)
         self.calibration.forget()
         for confidence, match in known_outcomes(confidences, n, accepted):
             self.calibration.learn(confidence, match)

@@ -1,97 +1,124 @@
-"""What a sequence's rounds cost where several share every draft and every forward."""
+"""What a sequence's rounds cost where several share every draft and every forward, and whether drafting pays there."""
 
 from __future__ import annotations
 
-from ..gate import Costs
+from math import sqrt
+
+from ..gate import Costs, Evidence
+from ..gate.costs import line
 
 
 class Line:
-    """ms = base + slope · x, fitted to samples as they come; old ones count less, and one slow sample does not upset it.
+    """ms = base + slope · x, fitted to samples as they come; one slow sample does not upset it.
 
-    given: a line to start from. It is scaled to the speed of the samples and counts as GIVEN of them at each of two x.
+    x are sorted by their power of two, and each such group counts by its recent means: what many samples of one x say of
+    it does not make the others forgotten. given: a line to start from, scaled to the speed of the samples.
     """
 
-    DECAY = 0.98  # weight of a sample, one sample later
+    DECAY = 0.95  # weight of a sample, one sample of its group later
     CLIP = 2.0  # of a sample and the line, the larger is cut to so many times the other
-    GIVEN = 0.2
+    GIVEN = 0.005  # weight of the given line at each of two x; that of a group is below 1
 
     def __init__(self, base: float, slope: float, at: tuple[float, float]):
         self._given, self._at = (base, slope), at
         self.base, self.slope = base, slope
-        self._w = self._x = self._y = self._xx = self._xy = 0.0
+        self._groups: dict[int, tuple[float, float, float]] = {}  # (weight, mean x, mean ms)
 
     def __call__(self, x: float) -> float:
         return self.base + self.slope * x
 
-    def add(self, x: float, ms: float, weight: float = 1.0) -> None:
-        expected = self(x)
-        if self._w:
-            ms = min(ms, self.CLIP * expected)
-            cut = min(1.0, self.CLIP * ms / expected)
-            self._y, self._xy = cut * self._y, cut * self._xy
-        keep, w = self.DECAY, weight
-        self._w, self._x, self._y = keep * self._w + w, keep * self._x + w * x, keep * self._y + w * ms
-        self._xx, self._xy = keep * self._xx + w * x * x, keep * self._xy + w * x * ms
+    def near(self, x: float) -> float:
+        """ms at x, where the samples of its group count before the line: a machine is not quite a line."""
+        weight, mean_x, mean_ms = self._groups.get(int(x).bit_length(), (0.0, 1.0, 0.0))
+        ms = self(x)
+        return ms * (1.0 + (mean_ms / self(mean_x) - 1.0) * weight / (weight + 0.5)) if weight else ms
+
+    def add(self, x: int, ms: float) -> None:
+        weight, mean_x, mean_ms = self._groups.get(x.bit_length(), (0.0, 0.0, 0.0))
+        if self._groups:
+            ms = min(ms, self.CLIP * self(x))
+            if weight:
+                mean_ms = min(mean_ms, self.CLIP * ms * mean_x / min(x, mean_x))
+        weight = self.DECAY * weight + 1.0
+        self._groups[x.bit_length()] = weight, mean_x + (x - mean_x) / weight, mean_ms + (ms - mean_ms) / weight
         self._fit()
 
     def _fit(self) -> None:
         base, slope = self._given
-        speed = self._y / (base * self._w + slope * self._x)
-        w, x, y, xx, xy = self._w, self._x, self._y, self._xx, self._xy
-        for at in self._at:
-            ms = speed * (base + slope * at)
-            w, x, y = w + self.GIVEN, x + self.GIVEN * at, y + self.GIVEN * ms
-            xx, xy = xx + self.GIVEN * at * at, xy + self.GIVEN * at * ms
-        self.slope = max((w * xy - x * y) / (w * xx - x * x), 0.0)
-        self.base = (y - self.slope * x) / w
-        if self.base <= 0.0:
-            self.base, self.slope = 0.0, xy / xx
+        points = [(x, ms, weight / (weight + 1.0)) for weight, x, ms in self._groups.values()]
+        speed = sum(ms * w for _, ms, w in points) / sum((base + slope * x) * w for x, _, w in points)
+        points += [(at, speed * (base + slope * at), self.GIVEN) for at in self._at]
+        self.base, self.slope = line(points)
 
 
 class BatchCosts(Costs):
-    """Costs for the gates of all running sequences: a share of what the whole batch takes.
+    """Costs for the gates of all running sequences: a share of what the whole batch takes, and what drafting brings.
 
     A forward takes base + slope · rows, a drafting base + slope · sequences; both are measured. What does not depend on
     how many take part is divided among them, so a sequence weighs its own rows at full price: where many share a
-    forward, a row more costs almost what a token less is worth. Sequences that all speculate would never learn what a
-    forward without it takes. So all of them decode plainly once in REMEASURE forwards, and that one counts WEIGHT times.
+    forward, a row more costs almost what a token less is worth. All decode plainly at times, IN_A_ROW forwards, first
+    after FIRST and later after REMEASURE: if everybody always speculated, nobody would learn what that takes.
+
+    A sequence drafts where its drafts bring more than plain steps in their time. What they bring is the mean of its own
+    and of everybody's recent ones, which count as SHARED of its own: alone it would know too little. Those that do not
+    draft all try again in the same forward, to share the draft: after so many that what they expect to lose by it is
+    PROBE of their time.
     """
 
-    REMEASURE = 48
+    shared = True
+    REMEASURE = 128
     FIRST = 8
-    WEIGHT = 4.0
-    BESIDE = 0.1
+    IN_A_ROW = 3  # the first of them is slower than the others and does not count: caches hold what drafting needs
+    SHARED = 10.0
+    MEMORY = 0.998  # weight of a round of anybody, one such round later
+    PROBE = 0.015
+    ENOUGH = 7.5  # rounds that draft whatever they bring
+    DOUBT = 2.0  # tokens a round varies by: what drafts bring counts as higher by so much / sqrt(how many are known)
 
     def __init__(self, given: Costs):
         super().__init__(given.draft_ms, given.verify_base_ms, given.verify_slope_ms, given.plain_ms)
         slope = given.verify_slope_ms
-        self._forward = Line(max(given.plain_ms - slope, 0.0), slope, (1.0, 6.0))
+        self._start = (max(given.plain_ms - slope, 0.0), slope, (1.0, 6.0))
+        self._forward, self._rough = Line(*self._start), True  # rough: nothing but forwards with prompts was seen
         self._draft = Line(given.draft_ms / 2, given.draft_ms / 2, (1.0, 4.0))
-        self._sequences = 1
-        self._due = self.FIRST  # forwards until the next that nobody drafts for
+        self._sequences = self._drafting = 1  # how many run, and how many shared the last draft
+        self._forwards = self._plain = 0  # forwards in all, and plain ones since the last other
+        self._wait = self._due = self.FIRST  # forwards until the next that nobody drafts for
+        self._all = Evidence()
+        self._lost = 0.0  # plain steps that a try now is expected to lose, of those that do not draft
+        self._saved = 0.0  # plain steps that they may lose
+        self._trying = False
 
     def share(self, sequences: int) -> None:
-        """So many sequences take part from now on."""
+        """So many sequences take part in the next step, which goes by what was measured before it."""
         self._sequences = max(sequences, 1)
-        self._estimate()
-
-    def _estimate(self) -> None:
-        forward, draft = self._forward, self._draft
-        self.verify_slope_ms = forward.slope
-        self.plain_ms = self.verify_base_ms = forward.base / self._sequences + forward.slope
-        self.draft_ms = draft.base / self._sequences + draft.slope
+        count, drafting = self._sequences, min(self._drafting, self._sequences)
+        drafted = count * max(self._all.verified, 1.0)
+        plain = self._forward.near(count)
+        self.verify_slope_ms = max(self._forward.near(count + drafted) - plain, 0.0) / drafted
+        self.plain_ms = self.verify_base_ms = plain / count
+        self.draft_ms = self._draft.near(drafting) / drafting
 
     def forwarded(self, rows: int, ms: float, plain: bool, prompts: bool) -> None:
         """A forward of so many rows took ms. plain: nobody who decodes verified anything in it. prompts: some rows were
-        of prompts, which take less than others and so say little."""
-        self._due = self.REMEASURE if plain else self._due - 1
-        self._forward.add(rows, ms, self.BESIDE if prompts else self.WEIGHT if plain else 1.0)
-        self._estimate()
+        of prompts, which take less than others; such a forward says how fast the machine is, until there is another."""
+        self._forwards += 1
+        self._plain = self._plain + 1 if plain else 0
+        self._due -= 1
+        if self._plain >= self.IN_A_ROW:
+            self._wait = min(2 * self._wait, self.REMEASURE)
+            self._due = self._wait
+        if self._rough and not prompts:
+            self._rough, self._forward = False, Line(*self._start)
+        if self._rough or not (prompts or self._plain == 1):
+            self._forward.add(rows, ms)
+        self._trying = 0.0 < self._lost <= self._saved
+        self._lost, self._saved = 0.0, 0.0 if self._trying else self._saved
 
     def drafted(self, sequences: int, ms: float) -> None:
         """Drafting a block for so many sequences took ms."""
         self._draft.add(sequences, ms)
-        self._estimate()
+        self._drafting = sequences
 
     def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
         """A round's own times are mostly its neighbours', and are not used."""
@@ -99,3 +126,21 @@ class BatchCosts(Costs):
     def plain_is_due(self, lost: bool) -> bool:
         """Shall the next round of every sequence do without a draft?"""
         return self._due <= 0
+
+    def learn(self, n: int, accepted: int) -> None:
+        self._all.add(self.MEMORY, n, accepted)
+
+    def pays(self, own: Evidence) -> bool:
+        if self._all.weight < self.ENOUGH:
+            return True
+        if self.plain_is_due(False):
+            return False
+        both = own.weight + self.SHARED
+        verified = (own.weight * own.verified + self.SHARED * self._all.verified) / both
+        accepted = (own.weight * own.accepted + self.SHARED * self._all.accepted) / both
+        gain = accepted - (self.draft_ms + self.verify_slope_ms * verified) / self.plain_ms
+        if self._trying or gain + self.DOUBT / sqrt(self._all.weight) > 0.0:
+            return True
+        self._lost -= gain
+        self._saved += self.PROBE
+        return False
