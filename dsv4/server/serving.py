@@ -30,7 +30,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(BACKLOG)
         return listener
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a name that no host has
         if listener is not None:
             listener.close()
         raise ConfigError(f"{host}:{port}: expected an address to listen on; {error}") from error
