@@ -148,21 +148,29 @@ def test_a_file_that_is_whole_again_is_enough_for_the_next_forward(tmp_path):
     assert model.store._cache.room() == 30
 
 
-def test_what_could_not_be_sent_for_is_not_taken_for_resident(tmp_path):
-    model = Model(tmp_path / "experts", ALL)
-    mark, calls = model.stage.mark, []
+@pytest.mark.parametrize("place", ["pin", "submit", "_send", "_wait", "_release", "count", "age"])
+def test_an_interrupt_anywhere_leaves_a_store_that_works(tmp_path, place):
+    """Before or after any step: nothing stays pinned, and nothing is taken for resident that did not come."""
+    model = Model(tmp_path / "experts", 6)
+    owner = next(o for o in (model.store, model.store._cache, model.store._reader) if hasattr(o, place))
+    good, calls = getattr(owner, place), []
 
-    def interrupted():
+    def interrupted(*arguments):
         calls.append(None)
-        if len(calls) == 3:
+        if len(calls) % 3 == 1:
             raise KeyboardInterrupt
-        return mark()
+        result = good(*arguments)
+        if len(calls) % 3 == 2:
+            raise KeyboardInterrupt
+        return result
 
-    model.stage.mark = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        model.run(seed=1, steps=2)
-    model.run(seed=1, steps=2)
-    assert model.store._cache.room() == ALL
+    for seed in range(12):
+        setattr(owner, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.run(seed, steps=3)
+        setattr(owner, place, good)
+        model.run(seed, steps=1)
+        assert model.store._cache.room() == 6
 
 
 def test_a_nan_scale_is_found_when_it_is_read(tmp_path):

@@ -77,6 +77,15 @@ class Cache:
     def unpin(self, slots: np.ndarray) -> None:
         self._pins[slots] -= 1
 
+    def clear(self, held: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
+        """Nothing is here and nothing pinned but what is held: (bank, experts, their slots)."""
+        self.place[:] = self._owner[:] = -1
+        self._pins[:] = 0
+        for bank, experts, slots in held:
+            self.place[bank, experts] = slots
+            self._owner[slots, 0], self._owner[slots, 1] = bank, experts
+            self._pins[slots] = 1
+
     def forget(self, slots: np.ndarray, bank: int, experts: np.ndarray) -> None:
         """What was to come to these slots did not; a slot that was given away since is left alone."""
         mine = self.place[bank, experts] == slots

@@ -99,6 +99,8 @@ class Store:
         self._hashed: list[StagedBank] = []
         self._ahead: dict[int, np.ndarray] = {}  # slots pinned for a hash layer, by the number of its bank
         self._reader = ThreadPoolExecutor(1, "experts")
+        self._held: list[tuple[int, np.ndarray, np.ndarray]] = []  # bank, experts, slots: of hold
+        self._busy = False  # within begin or moe; at their start: the last one did not come to its end
         self._half = 0
 
     def bank(self, prefix: str, shared: tuple[Any, Any, Any], fixed: Any) -> StagedBank:
@@ -114,24 +116,26 @@ class Store:
         for bank in banks:
             experts = np.arange(min(left, self._source.banks[bank.prefix]))
             left -= len(experts)
-            self._wait(self._send(bank, experts)[0])
+            slots, _ = self._send(bank, experts)
+            self._wait(slots)
+            self._held.append((bank.number, experts, slots))
 
     # ------------------------------------------------------------------ forward
     def begin(self, tokens: np.ndarray) -> None:
         """A forward of these tokens begins: send for the experts of hash layers, which follow from the token."""
+        self._enter(clean=not self._ahead)  # else the last forward failed outside
         self._cache.age()
-        for number in list(self._ahead):  # of a forward that failed
-            self._release(number)
-        self._drop_failed()
         for bank in self._hashed:
             room = self._cache.room() - 2 * self._per_token
             needed = np.unique(bank.fixed[tokens])
             experts = needed[self._cache.unpinned(bank.number, needed)][: max(0, room)]
             self._ahead[bank.number], sent = self._send(bank, experts)
             self.counters.prefetched += sent
+        self._busy = False
 
     def moe(self, x: Any, ids: Any, weights: Any, bank: StagedBank, limit: float, slices: int) -> Any:
         """Ops.moe, of experts in the store."""
+        self._enter()
         ops, chosen = self._ops, self._ops.to_host(ids)
         needed = np.unique(chosen)
         hits = self._cache.count(bank.number, needed)
@@ -149,7 +153,17 @@ class Store:
                 y = ops.zeros(x.shape, np.float32) if y is None else y
                 y[rows] = ops.moe(x[rows], places, weights[rows], matrices, limit, slices)
         self._release(bank.number)
+        self._busy = False
         return ops.zeros(x.shape, np.float32) if y is None else y
+
+    def _enter(self, clean: bool = True) -> None:
+        """What begin and moe start with. After an error or an interrupt, at whatever place, nothing is taken for resident:
+        loads still on their way come before those that are sent for from now on."""
+        if self._busy or not clean:
+            self._cache.clear(self._held)
+            self._loads.clear()
+            self._ahead.clear()
+        self._busy = True
 
     def _groups(self, bank: StagedBank, chosen: np.ndarray, needed: np.ndarray) -> Iterator[Group]:
         """The rows of chosen int32 [T, k] in groups, each when its experts are there; the next one's are on their way.
@@ -208,18 +222,11 @@ class Store:
         slots, missing = self._cache.pin(bank.number, experts)
         new = slots[missing]
         if len(new):
-            try:
-                load = Load(bank.number, bank.prefix, experts[missing], new, self._stage.mark())
-                for slot in new.tolist():
-                    self._matrices[slot] = self._source.layout.matrices(self._ops, self._stage.slot(slot))
-                    self._loads[slot] = load
-                self._reader.submit(self._fill, load)
-            except BaseException:  # not sent for: not to be taken for resident
-                self._cache.unpin(slots)
-                self._cache.forget(new, bank.number, experts[missing])
-                for slot in new.tolist():
-                    self._loads.pop(slot, None)
-                raise
+            load = Load(bank.number, bank.prefix, experts[missing], new, self._stage.mark())
+            for slot in new.tolist():
+                self._matrices[slot] = self._source.layout.matrices(self._ops, self._stage.slot(slot))
+                self._loads[slot] = load
+            self._reader.submit(self._fill, load)
         return slots, len(new)
 
     def _fill(self, load: Load) -> None:
@@ -251,13 +258,6 @@ class Store:
         if loads:
             self._stage.settle()
             self.counters.stall_s += time.perf_counter() - start
-
-    def _drop_failed(self) -> None:
-        """What was sent for by a forward that failed may have failed too; such experts are missing again."""
-        for load in {id(load): load for load in self._loads.values()}.values():
-            if load.done.exception():
-                self._loads = {slot: own for slot, own in self._loads.items() if own is not load}
-                self._cache.forget(load.slots, load.bank, load.experts)
 
     def _release(self, number: int) -> None:
         """Slots pinned ahead for a hash layer may go again."""
