@@ -11,6 +11,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(TESTS))  # shared helpers (ops_cases, variants, tools) import by name, installed or not
 
+import cuda_ops  # noqa: E402
+
 import dsv4  # noqa: E402
 from tools.make_tiny import CONFIGS, write  # noqa: E402
 
@@ -54,3 +56,18 @@ def engine(checkpoint_dir):
         return loaded[key]
 
     return get
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param("emulated", marks=pytest.mark.emulated), pytest.param("on_device", marks=pytest.mark.gpu)],
+)
+def device_ops(request):
+    """The CUDA backend: its kernels run on the CPU, and on a GPU where there is one."""
+    return getattr(cuda_ops, request.param)()
+
+
+@pytest.fixture(scope="session")
+def cuda(device_ops):
+    """The same for NumPy arrays."""
+    return cuda_ops.host_ops(device_ops)

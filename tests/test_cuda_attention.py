@@ -15,7 +15,6 @@ from dsv4.errors import InputError
 from dsv4.ops import kernels
 from dsv4.ops.reference import ReferenceOps
 
-pytestmark = pytest.mark.emulated
 REFERENCE = ReferenceOps()
 
 CASES = [
@@ -36,21 +35,23 @@ def i32(values):
 
 
 @each_case
-def test_the_formula(case):
+def test_the_formula(case, cuda):
     close = replace(case, limit=case.limit and 1e-5)
-    assert not mistakes(close, case(PLAIN), case(REFERENCE))
+    assert not mistakes(close, case(cuda), case(REFERENCE))
 
 
 @each_case
-def test_a_row_alone_has_the_same_bits(case):
-    same_rows(case)
+def test_a_row_alone_has_the_same_bits(case, cuda):
+    same_rows(case, cuda)
 
 
+@pytest.mark.emulated
 @each_case
 def test_order_of_threads_and_addresses_do_not_show(case):
     same_otherwise(case)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", [make.rotation(130, 2, 40, 8), make.keys(130, 128, 64), make.attend(130, 2, 96, 32, (9, 25), 1)],
                          ids=lambda case: case.name)  # fmt: skip
 def test_any_number_of_rows(case):
@@ -63,19 +64,19 @@ def test_any_number_of_rows(case):
 
 # ---------------------------------------------------------------------- keys
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_broken_value_spoils_its_block_only(value):
+def test_a_broken_value_spoils_its_block_only(value, cuda):
     k = make.normal(make.seeded("broken"), 2, 192)
-    caches = [PLAIN.key_cache(2, 192, 64) for _ in range(2)]
-    PLAIN.encode_keys(k, caches[0], i32([0, 1]))
+    caches = [cuda.key_cache(2, 192, 64) for _ in range(2)]
+    cuda.encode_keys(k, caches[0], i32([0, 1]))
     k[1, 70] = value
-    PLAIN.encode_keys(k, caches[1], i32([0, 1]))
-    good, bad = (PLAIN.decode_keys(cache, i32([0, 1])) for cache in caches)
+    cuda.encode_keys(k, caches[1], i32([0, 1]))
+    good, bad = (cuda.decode_keys(cache, i32([0, 1])) for cache in caches)
     assert np.isnan(bad[1, 64:128]).all()
     bad[1, 64:128] = good[1, 64:128]
     same_bits(bad, good)
 
 
-def test_every_rounding_of_keys():
+def test_every_rounding_of_keys(cuda):
     codes = formats.E4M3[np.isfinite(formats.E4M3)]
     values = np.unique(codes)
     x = np.concatenate([values, (values[1:] + values[:-1]) / 2])
@@ -84,16 +85,16 @@ def test_every_rounding_of_keys():
     x = np.concatenate([np.full((len(x), 1), 448, np.float32), x], axis=1)
     k = np.concatenate([x * np.float32(2.0**e) for e in (-22, 0, 100)])
     k = np.concatenate([k, np.nextafter(k, np.float32(0))], axis=1)
-    found, expected = PLAIN.key_cache(len(k), 128, 64), REFERENCE.key_cache(len(k), 128, 64)
-    for ops, cache in ((PLAIN, found), (REFERENCE, expected)):
+    found, expected = cuda.key_cache(len(k), 128, 64), REFERENCE.key_cache(len(k), 128, 64)
+    for ops, cache in ((cuda, found), (REFERENCE, expected)):
         ops.encode_keys(k, cache, np.arange(len(k), dtype=np.int32))
     for a, b in zip(found, expected):
         same_bits(a, b)
 
 
-def test_only_the_places_named_are_written():
-    cache = PLAIN.key_cache(7, 128, 64)
-    PLAIN.encode_keys(np.ones((3, 128), np.float32), cache, i32([5, 0, 2]))
+def test_only_the_places_named_are_written(cuda):
+    cache = cuda.key_cache(7, 128, 64)
+    cuda.encode_keys(np.ones((3, 128), np.float32), cache, i32([5, 0, 2]))
     for array in cache:
         assert np.flatnonzero(array.any(axis=1)).tolist() == [0, 2, 5]
 
@@ -108,11 +109,11 @@ def scene(heads=4, dim=128, n=90, t=3, name="scene"):
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 70])
-def test_absent_places_and_parts_change_no_bits(count):
+def test_absent_places_and_parts_change_no_bits(count, cuda):
     """The same keys in the same order, cut into parts in another way and with absent places strewn in."""
     rng, q, sink, cache = scene()
     places = rng.integers(0, 90, (3, count)).astype(np.int32)
-    whole = PLAIN.attend(q, sink, [(cache, places)])
+    whole = cuda.attend(q, sink, [(cache, places)])
     assert rel_l2(whole, REFERENCE.attend(q, sink, [(cache, places)])) <= 1e-5
     for width in (count, count + 1, count + 300):
         strewn = np.full((3, width), -1, np.int32)
@@ -120,9 +121,10 @@ def test_absent_places_and_parts_change_no_bits(count):
             row[np.sort(rng.choice(width, count, replace=False))] = keys
         for cut in (0, 1, width // 2, width):
             parts = [(cache, np.ascontiguousarray(part)) for part in (strewn[:, :cut], strewn[:, cut:])]
-            same_bits(PLAIN.attend(q, sink, parts), whole, f"width {width}, cut at {cut}")
+            same_bits(cuda.attend(q, sink, parts), whole, f"width {width}, cut at {cut}")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("heads, dim", [(4, 128), (1, 128), (33, 512)])
 def test_one_block_or_one_for_every_tile(heads, dim, monkeypatch):
     """How a row's tiles are cut over blocks, and its rows over launches, is not in the bits."""
@@ -139,55 +141,56 @@ def test_one_block_or_one_for_every_tile(heads, dim, monkeypatch):
     assert PLAIN.launcher.launches == launches + 2 + 3 * 3
 
 
-def test_no_keys_and_no_rows():
+def test_no_keys_and_no_rows(cuda):
     _, q, sink, cache = scene()
     for parts in ([(cache, np.full((3, 40), -1, np.int32))], [(cache, np.empty((3, 0), np.int32))] * 2):
-        assert not PLAIN.attend(q, sink, parts).any()
-    assert PLAIN.attend(q[:0], sink, [(cache, np.empty((0, 9), np.int32))]).shape == (0, 4, 128)
-    rope = PLAIN.rope_angles(i32([]), np.ones(32, np.float32))
-    assert rope.cos.shape == (0, 32) and PLAIN.query(q[:0], rope, 1e-6).shape == PLAIN.rotate(q[:0], rope).shape == (0, 4, 128)
-    PLAIN.encode_keys(q[:0, 0], cache, i32([]))
-    PLAIN.store_keys(q[:0, 0], np.ones(128, np.float32), rope, cache, i32([]), 1e-6)
-    assert PLAIN.decode_keys(cache, i32([])).shape == (0, 128)
+        assert not cuda.attend(q, sink, parts).any()
+    assert cuda.attend(q[:0], sink, [(cache, np.empty((0, 9), np.int32))]).shape == (0, 4, 128)
+    rope = cuda.rope_angles(i32([]), np.ones(32, np.float32))
+    assert rope.cos.shape == (0, 32) and cuda.query(q[:0], rope, 1e-6).shape == cuda.rotate(q[:0], rope).shape == (0, 4, 128)
+    cuda.encode_keys(q[:0, 0], cache, i32([]))
+    cuda.store_keys(q[:0, 0], np.ones(128, np.float32), rope, cache, i32([]), 1e-6)
+    assert cuda.decode_keys(cache, i32([])).shape == (0, 128)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e18])
-def test_queries_of_any_size(size):
+def test_queries_of_any_size(size, cuda):
     """Scores of any size; with the largest one key takes it all."""
     rng, q, sink, cache = scene(name="sizes")
     q = (q * np.array([1, -1, 3], np.float32)[:, None, None] * np.float32(size)).astype(np.float32)
     places = [(cache, rng.integers(-1, 90, (3, 70)).astype(np.int32))]
-    assert rel_l2(PLAIN.attend(q, sink, places), REFERENCE.attend(q, sink, places)) <= 1e-5
+    assert rel_l2(cuda.attend(q, sink, places), REFERENCE.attend(q, sink, places)) <= 1e-5
 
 
 @pytest.mark.parametrize("spread", [8, 30])
-def test_keys_whose_parts_differ_in_size(spread):
+def test_keys_whose_parts_differ_in_size(spread, cuda):
     """Blocks of 64 and the rotated dims of other sizes, within a key and between keys."""
     rng, q, sink, _ = scene(name="spread")
     k = make.normal(rng, 50, 3, 64) * np.ldexp(np.float32(1), rng.integers(-spread, 3, (50, 3, 1)))
-    cache, q = PLAIN.key_cache(50, 192, 64), make.normal(rng, 3, 4, 192)
-    PLAIN.encode_keys(k.reshape(50, 192).astype(np.float32), cache, np.arange(50, dtype=np.int32))
+    cache, q = cuda.key_cache(50, 192, 64), make.normal(rng, 3, 4, 192)
+    cuda.encode_keys(k.reshape(50, 192).astype(np.float32), cache, np.arange(50, dtype=np.int32))
     places = [(cache, rng.integers(0, 50, (3, 45)).astype(np.int32))]
-    assert rel_l2(PLAIN.attend(q, sink, places), REFERENCE.attend(q, sink, places)) <= 1e-5
+    assert rel_l2(cuda.attend(q, sink, places), REFERENCE.attend(q, sink, places)) <= 1e-5
 
 
 @pytest.mark.parametrize("broken", ["query", "codes", "rope"])
-def test_nan_shows_in_its_row_only(broken):
+def test_nan_shows_in_its_row_only(broken, cuda):
     rng, q, sink, cache = scene(name="nan")
     places = np.stack([np.arange(40), np.arange(40, 80), np.arange(80)[::2]]).astype(np.int32)
-    expected = PLAIN.attend(q, sink, [(cache, places)])
+    expected = cuda.attend(q, sink, [(cache, places)])
     if broken == "query":
         q[1, 2, 3] = np.nan
-    k = PLAIN.decode_keys(cache, i32([50]))
+    k = cuda.decode_keys(cache, i32([50]))
     k[0, 5 if broken == "codes" else 70] = np.inf
     if broken != "query":
-        PLAIN.encode_keys(k, cache, i32([50]))
-    found = PLAIN.attend(q, sink, [(cache, places)])
+        cuda.encode_keys(k, cache, i32([50]))
+    found = cuda.attend(q, sink, [(cache, places)])
     heads = [2] if broken == "query" else [0, 1, 2, 3]
     assert np.isnan(found[1, heads]).all()
     same_bits(found[0], expected[0])
 
 
+@pytest.mark.emulated
 def test_caches_of_different_addresses():
     """Parts from two caches, of which one takes wide loads and the other cannot."""
     rng, q, sink, cache = scene(n=64)
@@ -208,6 +211,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG.keys())
 def test_wrong_arrays_are_refused(call):
     _, q, sink, cache = scene()
@@ -240,6 +244,7 @@ class Broken(EmulatedRows):
         self.launcher.compile = compile
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("change", PLANTED.values(), ids=PLANTED.keys())
 def test_planted_mistakes_are_caught(change, monkeypatch):
     monkeypatch.setattr("dsv4.ops.cuda_rows.BLOCKS", 0)  # one block goes through all tiles of a row

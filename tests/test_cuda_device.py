@@ -194,17 +194,3 @@ class SlotArray:
 def test_importing_the_backend_needs_no_cupy():
     code = "import sys; sys.modules['cupy'] = None; sys.modules['numba'] = None; import dsv4.ops.cuda"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-# ---------------------------------------------------------------------- on a machine with a GPU
-@pytest.mark.gpu
-def test_a_kernel_on_the_device():
-    try:
-        launcher = DeviceLauncher()
-    except BackendError as error:
-        pytest.skip(str(error))
-    from dsv4.ops.cuda import CudaOps
-    from dsv4.ops.reference import ReferenceOps
-
-    ops, x = CudaOps(launcher), np.random.default_rng(0).standard_normal((5, 300)).astype(np.float32)
-    np.testing.assert_array_equal(ops.to_host(ops.act_quant(ops.table(x))), ReferenceOps().act_quant(x))

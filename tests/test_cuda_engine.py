@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from compare import rel_l2_rows, same_bits, same_state, state_of
-from cuda_ops import emulated
+from cuda_ops import emulated, only_emulated
 from emulation.launcher import REVERSE
 from fake_nccl import fake_cupy
 from rank_threads import crew_of
@@ -18,7 +18,6 @@ from dsv4.rows import Rows
 from dsv4.sampling import SamplingParams
 from dsv4.step import Step
 
-pytestmark = pytest.mark.emulated
 TOKENS = 40  # of the promises' baseline: past tiny-m's window of 16, two blocks of ratio 16 and where its top-k binds
 
 
@@ -30,14 +29,14 @@ def load(directory, ops, **settings):
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint_dir):
-    """engine(name, order=…, **settings) on an emulated device; the same for the same arguments."""
+def engine(checkpoint_dir, device_ops):
+    """engine(name, order=…, **settings), on the CPU in this order; the same for the same arguments."""
     made = {}
 
     def get(name, order=0, **settings):
         key = (name, order, *sorted(settings.items()))
         if key not in made:
-            made[key] = load(checkpoint_dir(name), emulated(order=order), **{"chunk": 64, "max_sessions": 3} | settings)
+            made[key] = load(checkpoint_dir(name), emulated(order=order) if order else device_ops, **{"chunk": 64, "max_sessions": 3} | settings)
         return made[key]
 
     return get
@@ -56,11 +55,11 @@ def forced(model, case, steps) -> np.ndarray:
     "name, prompts, steps",
     [("tiny-m", 3, 45), ("nano", 1, 20), ("tiny-tp", 1, 10), ("tiny-a", 1, 10), ("tiny-b", 1, 6)],
 )
-def test_golden(name, prompts, steps, checkpoint_dir, golden_dir):
+def test_golden(name, prompts, steps, checkpoint_dir, golden_dir, device_ops):
     """Forced tokens; the shortest prompts, the first steps. What a flipped code does is in test_golden_e2e.py."""
     stats = json.loads((golden_dir / f"stats.{name}.json").read_text())
     cases = golden(golden_dir, name, "fp32")
-    model = open_model(checkpoint_dir(name), emulated())
+    model = open_model(checkpoint_dir(name), device_ops)
     errors, agree, margins = [], [], []
     for length in sorted(cases)[:prompts]:
         logits, _, _ = expected(cases[length])
@@ -87,6 +86,7 @@ def test_nano_writes_the_golden_text(engine, golden_dir, kind):
         assert [step.token for step in steps] == wanted, spec
 
 
+@only_emulated
 def test_a_step_waits_for_the_device_twice(engine):
     """For the logits and for the main hidden, at the end."""
     ops = engine("tiny-m").model.ops
@@ -115,6 +115,7 @@ def one_by_one(small):
     return tokens, np.concatenate([o.logits for o in outputs]), np.concatenate([o.main_hidden for o in outputs]), states
 
 
+@only_emulated
 @pytest.mark.parametrize("order", [REVERSE, 11])
 def test_orders_of_threads_do_not_show(engine, one_by_one, order):
     tokens, logits, hidden, states = one_by_one
@@ -209,6 +210,7 @@ def test_staged_experts_give_the_same_bits(engine, one_by_one, held):
     assert staged.model.weights.store.counters.misses > 0
 
 
+@only_emulated
 def test_ranks_with_a_device_each(engine, checkpoint_dir, monkeypatch):
     """The same bits as one rank, arrays by NCCL (a stand-in that carries them by memory), every rank on its own device."""
     devices = []

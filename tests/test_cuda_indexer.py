@@ -15,7 +15,6 @@ from dsv4.ops import IndexCache, Rope, kernels
 from dsv4.ops.cuda_rows import INDEX_KERNELS
 from dsv4.ops.reference import ReferenceOps
 
-pytestmark = pytest.mark.emulated
 REFERENCE = ReferenceOps()
 
 CASES = [
@@ -34,17 +33,18 @@ def i32(values):
 
 
 @each_case
-def test_the_formula(case):
+def test_the_formula(case, cuda):
     """Codes and choices are the reference's own."""
     exact = replace(case, limit=0.0, flips=0.0)
-    assert not mistakes(exact, case(PLAIN), case(REFERENCE))
+    assert not mistakes(exact, case(cuda), case(REFERENCE))
 
 
 @each_case
-def test_a_row_alone_has_the_same_bits(case):
-    same_rows(case, counts=[*range(1, 6), 31, 33, 129])
+def test_a_row_alone_has_the_same_bits(case, cuda):
+    same_rows(case, cuda, counts=[*range(1, 6), 31, 33, 129])
 
 
+@pytest.mark.emulated
 @each_case
 def test_order_of_threads_and_addresses_do_not_show(case):
     same_otherwise(case)
@@ -52,7 +52,7 @@ def test_order_of_threads_and_addresses_do_not_show(case):
 
 # ---------------------------------------------------------------------- rounding
 @pytest.mark.parametrize("exponent", [-100, 0, 100])
-def test_every_e2m1_boundary_rounds_to_even(exponent):
+def test_every_e2m1_boundary_rounds_to_even(exponent, cuda):
     """The Hadamard rotation of a Hadamard rotation is the identity, exact on numbers as short as these."""
     middle = np.concatenate([formats.E2M1[:8], (formats.E2M1[:7] + formats.E2M1[1:8]) / 2])
     x = np.concatenate([[6, -6], middle, np.clip(middle + 2.0**-10, 0, 6), -middle, [6, 0, 0.25]]).astype(np.float32)
@@ -60,22 +60,22 @@ def test_every_e2m1_boundary_rounds_to_even(exponent):
     rotated, still = formats.hadamard(x), Rope(np.ones((1, 8), np.float32), np.zeros((1, 8), np.float32))
     expected = formats.fp4_act_dequant(*formats.fp4_act_quant(x))
     assert len(np.unique(expected)) >= 15
-    np.testing.assert_array_equal(PLAIN.index_query(rotated[:, None], still)[:, 0], expected)
-    cache = PLAIN.index_cache(1, 64)
-    PLAIN.encode_index(rotated, cache, i32([0]))
-    np.testing.assert_array_equal(PLAIN.decode_index(cache, i32([0])), expected)
+    np.testing.assert_array_equal(cuda.index_query(rotated[:, None], still)[:, 0], expected)
+    cache = cuda.index_cache(1, 64)
+    cuda.encode_index(rotated, cache, i32([0]))
+    np.testing.assert_array_equal(cuda.decode_index(cache, i32([0])), expected)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, -0.0, 1e-45, 1e-40, 1e37])
-def test_extreme_and_broken_keys(value):
+def test_extreme_and_broken_keys(value, cuda):
     k = make.normal(make.seeded("extreme"), 2, 128)
     k[1] = 0
     k[1, 40] = value
-    caches = [ops.index_cache(2, 128) for ops in (PLAIN, REFERENCE)]
-    for ops, cache in zip((PLAIN, REFERENCE), caches):
+    caches = [ops.index_cache(2, 128) for ops in (cuda, REFERENCE)]
+    for ops, cache in zip((cuda, REFERENCE), caches):
         with np.errstate(invalid="ignore"):
             ops.encode_index(k, cache, i32([0, 1]))
-    np.testing.assert_array_equal(PLAIN.decode_index(caches[0], i32([0, 1])), REFERENCE.decode_index(caches[1], i32([0, 1])))
+    np.testing.assert_array_equal(cuda.decode_index(caches[0], i32([0, 1])), REFERENCE.decode_index(caches[1], i32([0, 1])))
 
 
 # ---------------------------------------------------------------------- scores
@@ -92,6 +92,7 @@ def scores(q, w, cache, visible, pages, page_entries, k=0):
     return made[1]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("heads, dim", [(1, 32), (8, 64), (64, 128), (21, 128)])
 def test_scores(heads, dim):
     rng = make.seeded(f"scores {heads} {dim}")
@@ -108,14 +109,14 @@ def test_scores(heads, dim):
 
 
 @pytest.mark.parametrize("dead", [0, 2.0**-110])
-def test_zeros_of_either_sign_are_equal(dead):
+def test_zeros_of_either_sign_are_equal(dead, cuda):
     """All scores are ±0: the first k win."""
     rng = make.seeded("zeros")
-    cache = PLAIN.index_cache(64, 64)
-    PLAIN.encode_index(make.normal(rng, 64, 64), cache, np.arange(64, dtype=np.int32))
+    cache = cuda.index_cache(64, 64)
+    cuda.encode_index(make.normal(rng, 64, 64), cache, np.arange(64, dtype=np.int32))
     q = formats.fp4_act_dequant(*formats.fp4_act_quant(make.normal(rng, 5, 3, 64))) * np.float32(dead)
     w = make.normal(rng, 5, 3) * np.float32(2.0**-80)
-    chosen = PLAIN.index_select(q, w, cache, i32([0] * 5), i32([64, 9, 8, 63, 0]), i32([[0, 1]]), 32, 9)
+    chosen = cuda.index_select(q, w, cache, i32([0] * 5), i32([64, 9, 8, 63, 0]), i32([[0, 1]]), 32, 9)
     same_bits(chosen, np.where(np.arange(9) < [[9], [9], [8], [9], [0]], np.arange(9), -1).astype(np.int32))
 
 
@@ -133,6 +134,7 @@ def best(values, n, k):
     return np.pad(ids, (0, k - len(ids)), constant_values=-1).astype(np.int32)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("threads", [32, 256, 1024])
 @pytest.mark.parametrize("kind", ["normal", "few", "close", "infinite"])
 def test_choice(kind, threads):
@@ -153,6 +155,7 @@ def test_choice(kind, threads):
             same_bits(chosen[row], best(values[row], n, k), f"row {row}, k {k}")
 
 
+@pytest.mark.emulated
 def test_choice_among_broken_scores():
     """Whatever a NaN counts as, the chosen are distinct entries in order."""
     values = np.full((2, 90), np.nan, np.float32)
@@ -163,6 +166,7 @@ def test_choice_among_broken_scores():
 
 
 # ---------------------------------------------------------------------- places, work cut otherwise, nothing at all
+@pytest.mark.emulated
 def test_rows_over_several_launches(monkeypatch):
     case = make.index_select(6, 4, 64, 200, 16, 64, "any")
     expected = case(PLAIN)["chosen"]
@@ -172,10 +176,10 @@ def test_rows_over_several_launches(monkeypatch):
     same_bits(case(PLAIN)["chosen"], expected)
 
 
-def test_places_of_entries():
+def test_places_of_entries(cuda):
     """Pages of 8 entries; slot 1 holds pages 5, 0, 3."""
     pages = i32([[7, 2, 4], [5, 0, 3]])
-    found = PLAIN.entry_places(i32([[0, 7, 8, -1], [23, -1, 9, 16]]), i32([1, 0]), pages, 8)
+    found = cuda.entry_places(i32([[0, 7, 8, -1], [23, -1, 9, 16]]), i32([1, 0]), pages, 8)
     assert found.tolist() == [[40, 47, 0, -1], [39, -1, 17, 32]]
 
 
@@ -192,15 +196,16 @@ def test_index_functions_compile_for_a_device(capability):
         assert ".entry" in ptx and function.__name__ in ptx
 
 
-def test_no_rows():
-    none, cache = i32([]), PLAIN.index_cache(4, 64)
-    q = PLAIN.index_query(np.empty((0, 2, 64), np.float32), PLAIN.rope_angles(none, np.ones(16, np.float32)))
-    PLAIN.encode_index(np.empty((0, 64), np.float32), cache, none)
-    assert PLAIN.decode_index(cache, none).shape == (0, 64) and not cache.codes.any()
-    chosen = PLAIN.index_select(q, np.empty((0, 2), np.float32), cache, none, none, i32([[0, 1]]), 2, 5)
-    assert chosen.shape == PLAIN.entry_places(chosen, none, i32([[0, 1]]), 2).shape == (0, 5)
+def test_no_rows(cuda):
+    none, cache = i32([]), cuda.index_cache(4, 64)
+    q = cuda.index_query(np.empty((0, 2, 64), np.float32), cuda.rope_angles(none, np.ones(16, np.float32)))
+    cuda.encode_index(np.empty((0, 64), np.float32), cache, none)
+    assert cuda.decode_index(cache, none).shape == (0, 64) and not cache.codes.any()
+    chosen = cuda.index_select(q, np.empty((0, 2), np.float32), cache, none, none, i32([[0, 1]]), 2, 5)
+    assert chosen.shape == cuda.entry_places(chosen, none, i32([[0, 1]]), 2).shape == (0, 5)
 
 
+@pytest.mark.emulated
 def test_wrong_arrays_are_refused():
     cache, rope = PLAIN.index_cache(8, 64), PLAIN.rope_angles(i32([1, 2]), np.ones(16, np.float32))
     for call in (

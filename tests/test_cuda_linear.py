@@ -9,24 +9,17 @@ import numpy as np
 import pytest
 from compare import rel_l2, same_bits
 from cpu_cases import FORMATS, decoded, inputs, weights
-from cuda_ops import HostOps, emulated
+from cuda_ops import HostOps, emulated, only_emulated
 from emulation.launcher import REVERSE
 
 from dsv4 import formats
 from dsv4.errors import BackendError, CheckpointError, InputError
 from dsv4.ops.reference import ReferenceOps
 
-pytestmark = pytest.mark.emulated
-
 # N and K: tiles of 16 and 128 whole and cut, one block and several parts, scale blocks cut, K that needs padding
 SHAPES = [(1, 32), (130, 384), (33, 1056), (16, 2048)]
 ODD_SHAPES = [(3, 7), (131, 129), (9, 1041)]
 ROWS = (1, 2, 7, 8, 9, 17, 31, 32, 33, 63, 64, 65, 72, 128, 129, 130)
-
-
-@pytest.fixture(scope="module")
-def cuda():
-    return HostOps(emulated())
 
 
 def mixed(t: int, k: int) -> np.ndarray:
@@ -64,6 +57,7 @@ def test_rows_do_not_see_each_other(cuda, fmt):
         same_bits(cuda.linear(x[row : row + 1], w), whole[row : row + 1], f"row {row}")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_any_order_of_threads(fmt):
     n, k = 40, 640
@@ -202,7 +196,7 @@ GUARDED = """
 import ctypes, mmap
 import numpy as np
 from cpu_cases import FORMATS, inputs, weights
-from cuda_ops import HostOps, emulated
+from cuda_ops import HostOps, emulated, only_emulated
 
 protect = ctypes.CDLL(None, use_errno=True).mprotect
 protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -225,6 +219,7 @@ print("done")
 """
 
 
+@pytest.mark.emulated
 @pytest.mark.skipif(sys.platform != "linux", reason="guard pages by mprotect")
 def test_nothing_is_read_past_the_end():
     done = subprocess.run(
@@ -234,6 +229,7 @@ def test_nothing_is_read_past_the_end():
     assert done.stdout == "done\n", f"status {done.returncode}: {done.stderr}"
 
 
+@only_emulated
 def test_weights_on_the_device_are_kept(cuda):
     """Views of a larger array, as experts in slots are: no copy where rows are aligned."""
     fmt, *arrays = weights("fp4", 32, 256)

@@ -4,20 +4,13 @@ import numpy as np
 import pytest
 from compare import rel_l2, same_bits
 from cpu_cases import inputs, weights
-from cuda_ops import HostOps, emulated
-from emulation.launcher import REVERSE, EmulatedLauncher
+from cuda_ops import HostOps, emulated, launch
+from emulation.launcher import REVERSE
 from test_cpu_moe import CASES, bank_of, layer, routing
 
 from dsv4.errors import CheckpointError, InputError
 from dsv4.ops import cuda_dense
 from dsv4.ops.reference import ReferenceOps
-
-pytestmark = pytest.mark.emulated
-
-
-@pytest.fixture(scope="module")
-def cuda():
-    return HostOps(emulated())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -75,6 +68,7 @@ def test_rows_do_not_see_each_other(cuda, case):
         same_bits(cuda.moe(x[r], ids[r], weight[r], bank, limit, slices), whole[r], f"rows {start} to {stop}")
 
 
+@pytest.mark.emulated
 def test_any_order_of_threads():
     d, inner, experts, k, slices, limit, fmt = CASES[0]
     arrays, x, (ids, weight) = layer(d, inner, experts, fmt), inputs(34, d), routing(34, experts, k)
@@ -148,16 +142,18 @@ def test_no_rows(cuda):
 
 
 @pytest.mark.parametrize("t, experts, k, height", [(1, 8, 2, 8), (9, 70, 6, 8), (40, 3, 2, 8), (130, 33, 5, 64), (5, 1, 1, 32)])
-def test_plan(t, experts, k, height):
+def test_plan(t, experts, k, height, device_ops):
     """Entries by expert, rows ascending; every output is written, whatever was there."""
     ids, weight = routing(t, experts, k)
     ids[t // 2, 0] = experts if t > 1 else -1
     n, most = t * k, min(experts, t * k) + t * k // height
     rows, place, count = np.full(n + t, 77, np.int32), np.full((t, k), 77, np.int32), np.full(1, 77, np.int32)
     factor, tiles = np.full(n + t, 77, np.float32), np.full((most, 3), 77, np.int32)
-    kernel = EmulatedLauncher().compile("moe.cu").kernel("plan")
+    launcher = device_ops.launcher
+    kernel = launcher.compile("moe.cu").kernel("plan")
     sizes = map(np.int32, (t, k, experts, height))
-    kernel((1,), (512,), (ids, weight, rows, factor, place, tiles, count, *sizes), shared=8 * experts)
+    args = ids, weight, rows, factor, place, tiles, count, *sizes
+    launch(launcher, kernel, (1,), (512,), args, shared=8 * experts)
     choices = [(e, i) for i, e in enumerate(ids.ravel()) if 0 <= e < experts]
     order = [i for _, i in sorted(choices)]
     expected = np.full(n, -1, np.int32)

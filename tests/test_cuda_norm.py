@@ -4,15 +4,13 @@ import numpy as np
 import ops_cases as make
 import pytest
 from compare import same_bits
-from cuda_ops import HostOps, emulated
+from cuda_ops import HostOps, emulated, only_emulated
 from emulation.launcher import REVERSE
 from test_ops_backends import mistakes
 
 from dsv4 import formats
 from dsv4.errors import InputError
 from dsv4.ops.reference import ReferenceOps
-
-pytestmark = pytest.mark.emulated
 
 CASES = [
     *(make.embed(t, *shape) for t in (1, 5, 130) for shape in ((37, 48, 4), (11, 256, 1), (7, 33, 3))),
@@ -25,59 +23,61 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="module")
-def ops():
-    return HostOps(emulated())
-
-
-@pytest.fixture(scope="module")
 def other_orders():
     return [HostOps(emulated(order=REVERSE, threads=1)), HostOps(emulated(order=5, threads=2))]
 
 
 @each_case
-def test_is_the_formula(case, ops):
-    assert not mistakes(case, case(ops), case(ReferenceOps()))
+def test_is_the_formula(case, cuda):
+    assert not mistakes(case, case(cuda), case(ReferenceOps()))
 
 
 @each_case
-def test_rows_threads_and_orders_do_not_show(case, ops, other_orders):
-    every, n = case(ops), case.rows
+def test_rows_do_not_show(case, cuda):
+    every, n = case(cuda), case.rows
     for start, stop in {(0, 1), (n // 2, min(n, n // 2 + 3)), (n - 1, n)}:
-        for name, found in case(ops, slice(start, stop)).items():
+        for name, found in case(cuda, slice(start, stop)).items():
             same_bits(found, every[name][start:stop], f"{name}, rows {start}..{stop - 1} of {n}")
+
+
+@only_emulated
+@each_case
+def test_threads_and_orders_do_not_show(case, cuda, other_orders):
+    every = case(cuda)
     for other in other_orders:
         for name, found in case(other).items():
             same_bits(found, every[name], f"{name}, order {other.ops.launcher.order}")
 
 
-def test_no_rows_are_no_work(ops):
+@only_emulated
+def test_no_rows_are_no_work(cuda):
     for case in (make.act_quant(0, 100), make.rmsnorm(0, 64)):
-        before = ops.ops.launcher.launches
-        assert case(ops)["y"].shape == case.inputs["x"].shape
-        assert ops.ops.launcher.launches == before
+        before = cuda.ops.launcher.launches
+        assert case(cuda)["y"].shape == case.inputs["x"].shape
+        assert cuda.ops.launcher.launches == before
 
 
-def test_a_nan_or_infinity_makes_its_block_nan(ops):
+def test_a_nan_or_infinity_makes_its_block_nan(cuda):
     x = np.ones((2, 300), np.float32)
     x[0, 5], x[1, 299] = np.nan, np.inf
-    found = ops.act_quant(x)
+    found = cuda.act_quant(x)
     expected = formats.act_dequant(*formats.act_quant(x, 128), 128)
     assert np.isnan(found[0, :128]).all() and np.isnan(found[1, 256:]).all()
     np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 1023, 1025, 5000])
-def test_nonfinite_values_are_found_at_any_place(ops, size):
+def test_nonfinite_values_are_found_at_any_place(cuda, size):
     x = np.zeros(size, np.float32)
-    assert not ops.has_nonfinite(x)
+    assert not cuda.has_nonfinite(x)
     for place in {0, size // 2, size - 1}:
         for value in (np.nan, np.inf, -np.inf):
             x[place] = value
-            assert ops.has_nonfinite(x), (place, value)
+            assert cuda.has_nonfinite(x), (place, value)
         x[place] = 3e38
-    assert not ops.has_nonfinite(x)
+    assert not cuda.has_nonfinite(x)
 
 
-def test_more_rows_than_a_grid_has_room_for(ops):
+def test_more_rows_than_a_grid_has_room_for(cuda):
     with pytest.raises(InputError, match="act_quant: expected at most 65535 rows in one forward, found more; .*--chunk"):
-        ops.act_quant(np.zeros((65536, 1), np.float32))
+        cuda.act_quant(np.zeros((65536, 1), np.float32))

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 from compare import same_bits
-from emulation.launcher import EmulatedLauncher
+from cuda_ops import launch
 
 from dsv4 import formats
 from dsv4.ops.kernels import inline
-
-pytestmark = pytest.mark.emulated
 
 PROBE = """
 extern "C" __global__ void probe_NAME(const IN* in, OUT* out, int n) {
@@ -50,22 +48,23 @@ EXPRESSIONS = {
 
 
 @pytest.fixture(scope="module")
-def probe():
+def probe(device_ops):
     """probe(name, inputs): what the function of numeric.cuh gives for each."""
     text = inline("numeric.cuh") + PAIRS
     for name, (given, made, expression) in EXPRESSIONS.items():
         one = PROBE.replace("NAME", name).replace("EXPRESSION", expression)
         text += one.replace("IN*", f"{given}*").replace("IN x", f"{given} x").replace("OUT*", f"{made}*")
-    module = EmulatedLauncher().compile_text(text)
+    launcher = device_ops.launcher
+    module = launcher.compile_text(text)
 
     def run(name, x):
         given, made, _ = EXPRESSIONS[name]
         types = {"u32": np.uint32, "float": np.float32}
         x, y = np.ascontiguousarray(x, types[given]), np.full(np.shape(x), -1, np.int32).view(types[made])
-        module.kernel(f"probe_{name}")((-(-x.size // 256),), (256,), (x, y, np.int32(x.size)))
+        launch(launcher, module.kernel(f"probe_{name}"), (-(-x.size // 256),), (256,), (x, y, np.int32(x.size)))
         return y
 
-    run.module = module
+    run.pairs = lambda *args: launch(launcher, module.kernel("probe_pairs"), (len(args[0]) // 256,), (256,), args)
     return run
 
 
@@ -111,7 +110,7 @@ def test_pairs_of_codes(probe):
     codes = np.stack([low.ravel() * 0x01010101, high.ravel() * 0x01010101], axis=1).astype(np.uint32)
     codes[:, 0] ^= np.arange(len(codes), dtype=np.uint32) * 0x9E3779B9  # all places differ
     e4m3, e2m1 = np.zeros((len(codes), 4), np.uint32), np.zeros((len(codes), 4), np.uint32)
-    probe.module.kernel("probe_pairs")((len(codes) // 256,), (256,), (codes, e4m3, e2m1, np.int32(len(codes))))
+    probe.pairs(codes, e4m3, e2m1, np.int32(len(codes)))
 
     def ordered(values):
         return np.stack([values[:, :4], values[:, 4:]], axis=-1)

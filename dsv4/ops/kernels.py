@@ -249,10 +249,12 @@ class DeviceLauncher:
     def compile(self, source: str, defines: Mapping[str, int] | None = None) -> DeviceModule:
         key = (source, *sorted((defines or {}).items()))
         if key not in self._modules:
-            text = define_lines(defines) + inline(source)
-            path = str(self._cubin(source, text))
-            self._modules[key] = DeviceModule(self.cupy.RawModule(path=path), kernel_names(text))
+            self._modules[key] = self.compile_text(define_lines(defines) + inline(source), source)
         return self._modules[key]
+
+    def compile_text(self, text: str, source: str = "text.cu") -> DeviceModule:
+        """The kernels of a text whose includes are inlined already; source: what the compiler calls it."""
+        return DeviceModule(self.cupy.RawModule(path=str(self._cubin(source, text))), kernel_names(text))
 
     def _cubin(self, source: str, text: str) -> Path:
         """The file of a text's machine code, from the cache where it has been compiled before."""
