@@ -33,7 +33,7 @@ class CudaBase:
     ) -> None:  # fmt: skip
         """Launch a kernel of a file of cuda/; see launcher.Kernel. Raises InputError for more rows than a grid has room for."""
         if max(grid[1:], default=0) > _GRID:
-            raise InputError(f"{kernel}: expected at most {_GRID} rows in one forward, found more; ask for smaller chunks (--chunk)")
+            raise InputError(f"{kernel}: expected at most {_GRID} rows in one forward, found more; use smaller chunks (--chunk)")
         self.launcher.compile(source, defines).kernel(kernel)(grid, block, args, shared)
 
     def each(self, function: Callable, n: int, *args: Any) -> None:
