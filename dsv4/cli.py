@@ -18,9 +18,10 @@ from .cli_gate import gate
 from .cli_pack import pack
 from .cli_plan import plan
 from .cli_serve import serve
-from .cli_pack import pack
 from .cli_spec import Recorder, determinism, spec_options
-from .cli_support import Bars, engine_options, load_engine, printable, prompt_options, quiet_follower, read_prompt, say
+from .cli_support import (
+    Bars, FiniteRange, engine_options, load_engine, printable, prompt_options, quiet_follower, read_prompt, say,
+)  # fmt: skip
 from .cli_synth import synth
 from .config import World
 from .errors import Dsv4Error
@@ -236,7 +237,7 @@ def logits(model, prompt, prompt_file, tokens, topk, out, as_json, settings):
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option(
     "--margin",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=MARGIN,
     show_default=True,
     help="How close A's two best logits must be for another choice of B to count as a tie.",

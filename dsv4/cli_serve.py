@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import click
 
-from .cli_support import Bars, engine_options, load_engine, model_option, say
+from .cli_support import Bars, FiniteRange, engine_options, load_engine, model_option, say
 from .config import API_KEY, World, environment
 from .errors import BackendError, ConfigError
 
@@ -26,8 +26,8 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True, help="Requests that may wait.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="The most tokens of one answer. Default: the context.")
 @click.option("--max-body", type=click.IntRange(min=1), default=4096, show_default=True, help="KiB of one request.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=600, show_default=True, help="Seconds for one answer.")
-@click.option("--drain", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds to finish at the end.")
+@click.option("--timeout", type=FiniteRange(min=1), default=600, show_default=True, help="Seconds for one answer.")
+@click.option("--drain", type=FiniteRange(min=0), default=30, show_default=True, help="Seconds to finish at the end.")
 @click.option("--prefix-cache", type=click.IntRange(min=0), default=256, show_default=True,
               help="MiB of state to keep, so that a prompt that begins like an earlier one starts there.")  # fmt: skip
 @click.option("--prefix-dir", type=click.Path(file_okay=False), metavar="DIR", help="Keep that state on disk, too.")

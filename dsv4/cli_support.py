@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 import time
@@ -16,6 +17,17 @@ import click
 from .config import World
 from .errors import InputError
 from .sizes import parse_size
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds, which NaN and infinity are not."""
+
+    def convert(self, value, param, ctx):
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
 
 ENGINE_OPTIONS = (
     click.option(

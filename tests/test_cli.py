@@ -471,3 +471,10 @@ def test_a_terminal_is_shown_control_characters_and_a_file_gets_them(monkeypatch
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _print_step(Bars(), True, step)
     assert capsys.readouterr().out == "a\x1b[2J\na\\x1b[2J\n"
+
+
+@pytest.mark.parametrize("line", [("serve", "--timeout", "nan"), ("serve", "--drain", "inf"), ("bench", "serve", "--seconds", "nan"),
+                                  ("parity", "a", "b", "--margin", "nan")])  # fmt: skip
+def test_no_number_is_no_bound(run, line):
+    status, _, err = run(*line)
+    assert status == 2 and "is not a finite number" in err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ..cli_support import Bars, engine_options, model_option, say
+from ..cli_support import Bars, FiniteRange, engine_options, model_option, say
 
 
 def _lengths(ctx, param, value: str | None) -> list[int] | None:
@@ -93,7 +93,7 @@ def _counts(ctx, param, value: str | None) -> list[int] | None:
 @click.option("--tokens", type=click.IntRange(min=8), default=200, show_default=True, help="Tokens per answer.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs; their median counts.")
 @click.option("--clients", type=click.IntRange(min=1), metavar="N", help="A load test instead, with so many clients.")
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=20, show_default=True, help="How long a load test takes.")
+@click.option("--seconds", type=FiniteRange(min=0.1), default=20, show_default=True, help="How long a load test takes.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of tables.")
 @engine_options
 @click.pass_context
