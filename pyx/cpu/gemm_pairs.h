@@ -41,6 +41,12 @@ INLINE void FN(pairs_step)(const int R, const int C, const uint8_t *const *weigh
         }
 }
 
+INLINE __m512 FN(pairs_scales)(const uint8_t *p, __mmask16 groups)
+{
+    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(groups, p)), 23);
+    return _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x00400000)));
+}
+
 /* Four outputs' weights, and what to fetch meanwhile: from fetch[c] on, `pace` bytes for a cache line of codes. */
 struct FN(four) {
     const uint8_t *weight[4], *scale[4], *fetch[4], *fetch_scale[4];
@@ -56,8 +62,7 @@ INLINE void FN(pairs_some)(const int R, const int C, const struct FN(four) *f, c
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
         const uint8_t *p = f->scale[c0 + c] + (k0 + k) / GROUP;
-        const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(groups, p)), 23);
-        scale[c] = _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x00400000)));
+        scale[c] = FN(pairs_scales)(p, groups);
         __builtin_prefetch(f->fetch_scale[c0 + c] + (k0 + k) / GROUP);
     }
     __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
@@ -131,6 +136,49 @@ INLINE void FN(pairs_four)(const int R, const int C, const struct matrix *w, con
         }
 }
 
+/* As pairs_four, for slices of whole cache lines, at most 512 inputs each: a slice is one short sum, so nothing but its
+ * products and the sum itself may cost anything. */
+INLINE void FN(pairs_slices)(const int R, const struct matrix *w, const struct route *route, int64_t more, int64_t n,
+                             int64_t last, int rows, const uint16_t *const *x, int slices, float *sums)
+{
+    const struct ahead to = FN(ahead)(w, route, n, more);
+    const uint8_t *weight[4], *scale[4], *fetch = FN(byte_ahead)(to, 0), *fetch_scale[4];
+    /* rows that lie one after another: lines in their order; otherwise those of four rows in turn */
+    const int apart = to.w->weight_stride != w->k / 2;
+    const int64_t line = apart ? to.w->weight_stride : 64, pace = apart ? 64 : 256;
+    for (int c = 0; c < 4; c++) {
+        const int64_t j = n + c < last ? n + c : last;
+        weight[c] = w->weight + j * w->weight_stride;
+        scale[c] = w->scale + j * w->scale_stride;
+        fetch_scale[c] = FN(scales_ahead)(to, c);
+    }
+    const int64_t width = w->k / slices;
+    const __mmask16 groups = (__mmask16)((1u << width / GROUP) - 1);
+    const __m512i two = _mm512_set1_epi32(2);
+    for (int64_t k = 0; k < w->k; sums += (int64_t)rows * STRIP) {
+        __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        __m512 acc[16], own[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+            own[c] = FN(pairs_scales)(scale[c] + k / GROUP, groups);
+            __builtin_prefetch(fetch_scale[c] + k / GROUP);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < R * 4; i++) acc[i] = _mm512_setzero_ps();
+        for (const int64_t end = k + width; k < end; k += 128, fetch += pace) {
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) __builtin_prefetch(fetch + line * c);
+            FN(pairs_step)(R, 4, weight, k / 2, 0, own, which, x, k, acc);
+            which = _mm512_add_epi32(which, two);
+            FN(pairs_step)(R, 4, weight, k / 2 + 32, 0, own, which, x, k + 64, acc);
+            which = _mm512_add_epi32(which, two);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+            v16_sum4(acc[4 * r], acc[4 * r + 1], acc[4 * r + 2], acc[4 * r + 3], sums + r * STRIP);
+    }
+}
+
 #define PAIRS_CASE(R, C) \
     case R: FN(pairs_four)(R, C, w, route, more, n, last, rows, x, slices, k0, k1, sums); break;
 
@@ -150,6 +198,17 @@ static void FN(pairs_any)(int live, const struct matrix *w, const struct route *
     }
 }
 
+static void FN(slices_any)(int rows, const struct matrix *w, const struct route *route, int64_t more, int64_t n,
+                           int64_t last, const uint16_t *const *x, int slices, float *sums)
+{
+    switch (rows) {
+    case 1: FN(pairs_slices)(1, w, route, more, n, last, rows, x, slices, sums); break;
+    case 2: FN(pairs_slices)(2, w, route, more, n, last, rows, x, slices, sums); break;
+    case 3: FN(pairs_slices)(3, w, route, more, n, last, rows, x, slices, sums); break;
+    default: FN(pairs_slices)(4, w, route, more, n, last, rows, x, slices, sums); break;
+    }
+}
+
 /* As strip, for FP4 and x as pairs. Sums beyond nn, up to a multiple of four, are written too. */
 static void FN(strip_pairs)(const struct matrix *w, const struct route *route, int64_t n0, int nn,
                             const uint16_t *const *x, int rows, int slices, float *sums)
@@ -157,7 +216,10 @@ static void FN(strip_pairs)(const struct matrix *w, const struct route *route, i
     const int64_t width = w->k / slices, last = n0 + nn - 1;
     if (rows <= FEW_PAIRS) { /* along whole rows of weights, as they lie */
         const int64_t more = FN(outputs_ahead)(w);
-        for (int c = 0; c < nn; c += 4)
+        const int short_sums = width <= 512 && width % 128 == 0;
+        for (int c = 0; c < nn && short_sums; c += 4)
+            FN(slices_any)(rows, w, route, more, n0 + c, last, x, slices, sums + c);
+        for (int c = 0; c < nn && !short_sums; c += 4)
             FN(pairs_any)(rows, w, route, more, n0 + c, last, rows, x, slices, 0, width, sums + c);
         return;
     }
