@@ -28,7 +28,8 @@ command -v "${PYTHON:-python3}" >/dev/null || need_system
 major=$(driver)
 [ "$major" -gt 0 ] || { say "gpu_check: expected a GPU and its driver (libcuda.so.1), found none; nothing was run"; exit 2; }
 [ "$major" -ge 12 ] || { say "gpu_check: expected a driver for CUDA 12 or newer, found $major; install a newer driver"; exit 2; }
-setup "gpu$((major > 13 ? 13 : major))"
+major=$((major > 13 ? 13 : major))
+setup "cuda$major,gpu$major"
 
 status=0
 here=$PWD

@@ -8,13 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cuda_ops import emulated
 
 from dsv4 import cli
 from dsv4.bench import cuda
-from dsv4.bench.layers import Slice
 from dsv4.synth import Recipe, read_config
 
 pytestmark = pytest.mark.emulated
@@ -97,13 +95,6 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert cli.main(["bench", "cuda"]) == 2
     assert "CuPy cannot be loaded" in capsys.readouterr().err
-
-
-def test_a_slice_of_the_model_gives_rows_their_own_bits():
-    part = Slice(NANO, (0, 4, 16), 12, 64, emulated(), 6)
-    together = part.forward(6)
-    assert np.isfinite(together).all()
-    assert len(np.unique(together.round(3), axis=0)) == 6
 
 
 @pytest.mark.parametrize("driver, words", [(0, "expected a GPU and its driver"), (11, "CUDA 12 or newer, found 11")])
