@@ -39,7 +39,7 @@ def open_reader(terminal: bool) -> Callable[[], str]:
     except ImportError:
         raise ConfigError(
             "chat: expected the package prompt_toolkit, for a terminal; found none: "
-            "pip install 'dsv4[chat]', or pipe the lines in"
+            "pip install -e '.[chat]' in a checkout, or pipe the lines in"
         ) from None
     keys = KeyBindings()
     keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())

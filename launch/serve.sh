@@ -12,10 +12,10 @@ ranks=${1:-}
 [[ $ranks =~ ^[0-9]+$ ]] || fail "expected the number of ranks first, found '${ranks}'; see the head of $0"
 shift
 if [ "$ranks" = 1 ]; then
-  setup serve
+  setup
   exec "$python" -m dsv4 serve "$@" </dev/null
 fi
-setup serve,mpi
+setup mpi
 # As in generate.sh.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none

@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh and test.sh: dsv4 from this checkout, installed editable in a virtual environment.
+# Sourced by the other scripts: dsv4 from this checkout, installed editable in a virtual environment, with chat and server.
 #
 #   setup [EXTRA]   sets $python to the environment's interpreter; does nothing when sources and EXTRA are unchanged
 #
@@ -57,8 +57,21 @@ stamp() {
     grep -v '^pyx/[^/]*\.c$' | LC_ALL=C sort | xargs sha256sum) | sha256sum | cut -d' ' -f1
 }
 
+# The packages that dsv4, as installed, wants for extras EXTRA,EXTRA; one a line.
+wanted() {
+  "$python" -I - "$1" <<'END'
+import sys
+from importlib.metadata import requires
+for line in requires("dsv4"):
+    package, _, marker = line.partition(";")
+    if any(f'extra == "{extra}"' in marker for extra in sys.argv[1].split(",")):
+        print(package.strip())
+END
+}
+
 setup() {
-  local extra=${1:-run} extras now
+  local extra=${1:-run} extras=chat,serve now packages
+  [ "$extra" = run ] || extras+=,$extra
   python=$venv/bin/python
   if ! [ -x "$python" ] || ! "$python" -m pip --version >/dev/null 2>&1; then
     need_system
@@ -67,14 +80,19 @@ setup() {
   fi
   need_version "$python"
   now=$(stamp)
-  if [ "$(cat "$venv/.dsv4-$extra" 2>/dev/null)" = "$now" ] && "$python" -c 'import dsv4.ops.cpu' 2>/dev/null; then
-    return
+  if "$python" -c 'import dsv4.ops.cpu' 2>/dev/null; then
+    [ "$(cat "$venv/.dsv4-$extra" 2>/dev/null)" != "$now" ] || return 0
+    if [ "$(cat "$venv/.dsv4-run" 2>/dev/null)" = "$now" ]; then # compiled from these sources: only packages are missing
+      say "installing packages for $extra into $venv"
+      packages=$(wanted "$extras") || fail "$venv: dsv4 is not installed there; remove $venv and run this again"
+      "$python" -m pip install --quiet --disable-pip-version-check $packages >&2 || fail "installation failed (see above)"
+      echo "$now" >"$venv/.dsv4-$extra"
+      return
+    fi
   fi
   need_system
   say "installing into $venv (compiles the kernels; about a minute)"
-  extras=$extra
-  [ "$extra" != run ] || extras=chat,serve
   "$python" -m pip install --quiet --disable-pip-version-check -e "$root[$extras]" >&2 || fail "installation failed (see above)"
-  [ "$extra" = run ] || echo "$now" >"$venv/.dsv4-run"
+  echo "$now" >"$venv/.dsv4-run"
   echo "$now" >"$venv/.dsv4-$extra"
 }

@@ -40,7 +40,7 @@ def library(major: int | None = None) -> ctypes.CDLL:
             continue
     raise BackendError(
         f"NVRTC: expected {' or '.join(Path(n).name for n in names)}, found none; install the extra cuda12 or cuda13 "
-        "(`pip install dsv4[cuda12]`), or use --backend cpu"
+        "(`pip install -e '.[cuda12]'` in a checkout), or use --backend cpu"
     )
 
 
