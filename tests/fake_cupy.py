@@ -25,8 +25,8 @@ class FakeFunction:
 
 
 class FakeEvent:
-    def __init__(self, calls: list):
-        self.calls = calls
+    def __init__(self, calls: list, disable_timing: bool):
+        self.calls, self.timed = calls, not disable_timing
 
     def record(self, stream):
         self.calls.append(("record", stream.name))
@@ -92,6 +92,10 @@ def fake_cupy(
         def copy_from_host_async(self, address, nbytes, stream):
             calls.append(("copy", nbytes, stream.name))
 
+        def copy_from_device_async(self, source, nbytes, stream):
+            assert source.host.nbytes >= nbytes
+            calls.append(("duplicate", nbytes, stream.name))
+
     class Array:
         def __init__(self, shape, dtype, memptr):
             self.host = memptr.host[: int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
@@ -120,14 +124,19 @@ def fake_cupy(
         calls.append(("module", Path(path).name))
         return SimpleNamespace(get_function=lambda name: FakeFunction(calls, name))
 
+    def elapsed(start, end):
+        assert start.timed and end.timed, "an event made without timing has no time"
+        return 250.0
+
     runtime = SimpleNamespace(
+        getDeviceProperties=lambda index: {"name": b"Card", "totalGlobalMem": memory},
         driverGetVersion=lambda: driver, runtimeGetVersion=lambda: built, getDeviceCount=count,
         memGetInfo=lambda: (memory // 2, memory), CUDARuntimeError=CUDARuntimeError,
     )  # fmt: skip
     cuda = SimpleNamespace(
         runtime=runtime, Device=Device, MemoryPool=Pool, Stream=lambda non_blocking: FakeStream(calls, "copies"),
-        Event=lambda disable_timing: FakeEvent(calls), get_current_stream=lambda: compute,
+        Event=lambda disable_timing=False: FakeEvent(calls, disable_timing), get_current_stream=lambda: compute, get_elapsed_time=elapsed,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         alloc_pinned_memory=lambda nbytes: bytearray(nbytes), set_allocator=allocators.append,
     )  # fmt: skip
-    return SimpleNamespace(cuda=cuda, ndarray=Array, array=array, RawModule=module), calls
+    return SimpleNamespace(cuda=cuda, ndarray=Array, array=array, RawModule=module, matmul=lambda a, b: ("product", a, b)), calls

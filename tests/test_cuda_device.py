@@ -186,6 +186,19 @@ def test_copies_are_ordered_by_events_and_only_the_host_wait_waits(launcher):
     assert launcher.calls[1:] == [("synchronize",)]
 
 
+def test_measurements(launcher):
+    """Milliseconds of the device's clock; a copy and a product on the compute stream."""
+    start, end = launcher.clock(), launcher.clock()
+    del launcher.calls[:]
+    assert launcher.between(start, end) == 0.25 and launcher.calls == [("synchronize",)]
+    source, target = launcher.zeros(40, np.uint8), launcher.zeros(40, np.uint8)
+    del launcher.calls[:]
+    launcher.duplicate(source, target)
+    assert launcher.calls == [("duplicate", 40, "compute")]
+    assert launcher.multiply(source, target) == ("product", source, target)
+    assert launcher.about() == {"device": "Card", "memory_bytes": 1 << 30, "capability": 9.0, "driver_cuda": "12.8"}
+
+
 class SlotArray:
     def __init__(self, launcher):
         self.data = launcher.pool.malloc(100)

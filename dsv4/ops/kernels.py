@@ -355,10 +355,10 @@ class DeviceLauncher:
     # ------------------------------------------------------------------ measurements
     def about(self) -> dict:
         runtime = self.cupy.cuda.runtime
-        found = runtime.getDeviceProperties(self.device.id)
+        found, driver = runtime.getDeviceProperties(self.device.id), runtime.driverGetVersion()
         return {
             "device": found["name"].decode(), "memory_bytes": int(found["totalGlobalMem"]), "capability": self.architecture / 10,
-            "driver_cuda": runtime.driverGetVersion() / 1000,
+            "driver_cuda": f"{driver // 1000}.{driver % 1000 // 10}",
         }  # fmt: skip
 
     def clock(self) -> Any:

@@ -199,7 +199,7 @@ class EmulatedLauncher:
 
     # ------------------------------------------------------------------ measurements: of the wall's time
     def about(self) -> dict:
-        return {"device": "emulated", "memory_bytes": 0, "capability": 0.0, "driver_cuda": 0.0}
+        return {"device": "emulated", "memory_bytes": 0, "capability": 0.0, "driver_cuda": "none"}
 
     def clock(self) -> float:
         return time.perf_counter()
