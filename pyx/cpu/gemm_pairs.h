@@ -41,6 +41,7 @@ INLINE void FN(pairs_step)(const int R, const int C, const uint8_t *const *weigh
         }
 }
 
+/* The scales of up to sixteen groups as floats; e8m0: the byte is the exponent. */
 INLINE __m512 FN(pairs_scales)(const uint8_t *p, __mmask16 groups)
 {
     const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(groups, p)), 23);
@@ -198,6 +199,7 @@ static void FN(pairs_any)(int live, const struct matrix *w, const struct route *
     }
 }
 
+/* pairs_slices for rows <= FEW_PAIRS. */
 static void FN(slices_any)(int rows, const struct matrix *w, const struct route *route, int64_t more, int64_t n,
                            int64_t last, const uint16_t *const *x, int slices, float *sums)
 {
