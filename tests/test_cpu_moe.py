@@ -224,3 +224,12 @@ def test_wrong_inputs_are_named(cpu):
     ]:
         with pytest.raises(error, match=words):
             call()
+
+
+def test_an_expert_chosen_twice_counts_twice():
+    """As a hash layer's table may say; also in the reference."""
+    arrays, x = layer(128, 128, 5, "fp4"), inputs(2, 128)
+    ids, weight = np.int32([[1, 3, 3], [0, 0, 4]]), np.random.default_rng(0).random((2, 3), np.float32)
+    reference, cpu = ReferenceOps(), CpuOps(threads=1)
+    expected = cpu.moe(x, ids, weight, bank_of(cpu, arrays), 10.0, 1)
+    assert rel_l2(reference.moe(x, ids, weight, bank_of(reference, arrays), 10.0, 1), expected) <= 3e-7

@@ -304,7 +304,7 @@ class ReferenceOps(Ops):
         y = np.zeros((len(x), slices, x.shape[1]))
         for e in np.unique(ids):  # ascending, so that each row adds its experts in ascending id
             row, place = np.nonzero(ids == e)
-            y[row] += expert(xq[row], bank.experts[e], weights[row, place])
+            np.add.at(y, row, expert(xq[row], bank.experts[e], weights[row, place]))  # a row may name it twice
         return tree_sum(y + expert(xq, bank.shared, None))
 
     def has_nonfinite(self, x: np.ndarray) -> bool:
