@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import queue
+import select
 import signal
 import socket
 import threading
@@ -49,32 +49,39 @@ def serve(service: Service, app: ASGIApp, listener: socket.socket) -> None:
 
     Answers that take longer than drain_s are cut off; all of them at once, if a second signal comes. Main thread only.
     """
-    server, heard = make_server(app), queue.SimpleQueue()
+    server = make_server(app)
+    heard, told = socket.socketpair()
+    told.setblocking(False)
 
     def run() -> None:
         try:
             server.run(sockets=[listener])
         finally:
-            heard.put(None)
+            told.send(b"\0")
 
-    previous = {number: signal.signal(number, lambda number, frame: heard.put(number)) for number in SIGNALS}
+    # A signal is a byte on a socket, whichever thread it reaches: a lock that Python waits for could miss it.
+    waking = signal.set_wakeup_fd(told.fileno())
+    previous = {number: signal.signal(number, lambda number, frame: None) for number in SIGNALS}
     try:
         thread = threading.Thread(target=run, name="dsv4-http")
         thread.start()
-        heard.get()
+        heard.recv(1)
         _drain(service, heard)
         server.should_exit = True
         thread.join()
     finally:
+        signal.set_wakeup_fd(waking)
         for number, handler in previous.items():
             signal.signal(number, handler)
+        heard.close()
+        told.close()
 
 
-def _drain(service: Service, heard: queue.SimpleQueue) -> None:
+def _drain(service: Service, heard: socket.socket) -> None:
     """Wait for running answers, then cut off those that are left."""
     service.closing = True
     end = time.monotonic() + service.limits.drain_s
-    while service.tickets and heard.empty() and time.monotonic() < end:
-        time.sleep(0.05)
+    while service.tickets and time.monotonic() < end and not select.select([heard], [], [], 0.05)[0]:
+        pass
     for ticket in list(service.tickets):
         ticket.cancel()
