@@ -71,7 +71,8 @@ class Model:
     def capture(self, h: Any, target: int, step: Step, pool: Pool) -> None:
         """Keep a target layer's part of the rows' main hidden, which the draft's windows are made from."""
         d = self.config.hidden_size
-        pool.hidden[step.window_where, target * d : (target + 1) * d] = self.ops.mean_streams(h)
+        part = pool.hidden[:, target * d : (target + 1) * d]
+        part[step.window_where] = self.ops.mean_streams(h)
 
     def block(self, w: Block, h: Any, step: Step, state: LayerState) -> Any:
         """One layer. h [T, m, d] → the same."""
