@@ -4,7 +4,7 @@ import numpy as np
 import ops_cases as make
 import pytest
 from compare import rel_l2, rel_l2_rows, same_bits
-from emulated_rows import PLAIN, same_otherwise, same_rows
+from emulated_rows import same_otherwise, same_rows
 from test_ops_backends import mistakes
 
 from dsv4.errors import InputError

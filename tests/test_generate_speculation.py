@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from dsv4 import SamplingParams

@@ -7,7 +7,7 @@ on the shapes of the weights alone (cuda/product.cuh), so that no bit of a row d
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
