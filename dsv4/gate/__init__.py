@@ -9,4 +9,6 @@ from .costs import Costs, Evidence, MeasuredCosts
 from .rules import DEFAULT, RULES, Bucket, Calibrated, Fixed, Rule, make_rule
 from .settings import GateSettings
 
-__all__ = ["DEFAULT", "RULES", "Bucket", "Calibrated", "Costs", "Evidence", "Fixed", "GateSettings", "MeasuredCosts", "Rule", "make_rule"]
+__all__ = [
+    "DEFAULT", "RULES", "Bucket", "Calibrated", "Costs", "Evidence", "Fixed", "GateSettings", "MeasuredCosts", "Rule", "make_rule",
+]  # fmt: skip
