@@ -99,6 +99,11 @@ class Scheduler:
             self._changed.notify()
         return ticket
 
+    @property
+    def broken(self) -> bool:
+        """Did an error end the worker? Nothing is answered any more."""
+        return self._error is not None
+
     def stats(self) -> dict:
         """What is running, waiting and kept now; and counts and seconds since the start."""
         store = self._prefixes

@@ -41,6 +41,7 @@ class FakeScheduler:
 
     def __init__(self):
         self.script, self.requests, self.tickets = [], [], []
+        self.broken = False
 
     def submit(self, request):
         self.requests.append(request)

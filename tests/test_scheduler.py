@@ -467,6 +467,7 @@ def test_a_failing_engine_ends_all(nano, prompts, monkeypatch):
         for ticket in tickets:
             with pytest.raises(MemoryError, match="none left"):
                 list(ticket)
+        assert scheduler.broken
         with pytest.raises(MemoryError, match="none left"):
             scheduler.submit(Request(prompts[0]))
 

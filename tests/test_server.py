@@ -286,6 +286,14 @@ def test_models_health_metrics(server, script, post):
         assert line in text, line
 
 
+def test_health_tells_of_a_worker_that_died(engine):
+    with served(engine, FakeScheduler()) as found, httpx.Client(base_url=found.address) as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        found.service.scheduler.broken = True
+        answer = client.get("/health")
+        assert answer.status_code == 503 and answer.json() == {"status": "failed"}
+
+
 def test_the_page_is_kept_to_itself(server):
     with httpx.Client(base_url=server.address) as client:
         page = client.get("/")

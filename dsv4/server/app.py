@@ -132,7 +132,7 @@ class Service:
         return {"id": self.model, "object": "model", "created": self.started, "owned_by": "dsv4", **context}
 
     async def health(self, http: HttpRequest) -> Response:
-        status = "failed" if self.failed else "closing" if self.closing else "ok"
+        status = "failed" if self.failed or self.scheduler.broken else "closing" if self.closing else "ok"
         return _json({"status": status}, 200 if status == "ok" else 503)
 
     async def show_metrics(self, http: HttpRequest) -> Response:
