@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 BEAT = 0.5  # seconds between two signs of life
-LIMIT = 5.0  # seconds without one, or of standstill, after which the job ends
+LIMIT = 4.0  # seconds without one, or of standstill, after which the job ends
+WORK = 0.1  # seconds of processor time that count as work
 _STATUS = Path("/proc/self/stat")  # Linux
 
 
@@ -30,7 +31,7 @@ class Watch(threading.Thread):
         super().__init__(name="dsv4-watch", daemon=True)
         self.comm = comm
         self.over = threading.Event()
-        self._turns, self._seen = -1, ()
+        self._turns, self._read, self._used = -1, (), 0.0
         self._turned = self._worked = time.monotonic()
 
     def standstill(self) -> float:
@@ -40,12 +41,12 @@ class Watch(threading.Thread):
         than `patience` has lost its way.
         """
         now, turns, usage = time.monotonic(), self.comm.turns, resource.getrusage(resource.RUSAGE_SELF)
-        # A tenth of a second: more than this thread itself takes within LIMIT.
-        seen = (turns, int(10 * (usage.ru_utime + usage.ru_stime)), usage.ru_majflt, usage.ru_inblock)
+        read = usage.ru_majflt, usage.ru_inblock
+        used = usage.ru_utime + usage.ru_stime - time.thread_time()  # this thread, which calls here, is no sign of work
         if self.comm.idle or turns != self._turns:
             self._turns, self._turned = turns, now
-        if self.comm.idle or seen != self._seen or waits_for_disk():
-            self._seen, self._worked = seen, now
+        if self._turned == now or read != self._read or used - self._used > WORK or waits_for_disk():
+            self._read, self._used, self._worked = read, used, now
         return now - (self._worked if now - self._turned < self.comm.patience else self._turned)
 
     def run(self) -> None:
