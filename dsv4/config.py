@@ -112,7 +112,7 @@ class ModelConfig:
         path = Path(directory) / "config.json"
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"{path}: not found; expected a checkpoint directory with config.json") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 import warnings
 from collections import OrderedDict, deque
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 SHORTEST = 16  # tokens: a shorter prefix is run again as quickly as restored
 RECENT = 64  # prompts among which a shared beginning is looked for
+NAME = re.compile("[0-9a-f]{32}[.]prefix")  # of files
 LOGITS = "logits"  # beside the state's arrays: float32 [vocab] after the last token, where they were known
 
 
@@ -43,7 +45,7 @@ class PrefixStore:
     A state is kept after every prompt, after every answer, and where a prompt parts from one before it. What is found is
     what the tokens would leave, bit for bit, drafts included (Session.snapshot). directory: states are also files, found
     again by the next process; they count in the same budget. A file that is damaged is removed with a warning, one of
-    another checkpoint is left alone. One thread uses a store.
+    another checkpoint, or by another name than this gives, is left alone. One thread uses a store.
     """
 
     def __init__(self, engine: Engine, budget: int, directory: str | Path | None = None):
@@ -144,7 +146,7 @@ class PrefixStore:
         """Entries for the files of this checkpoint, the oldest first."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            files = [(_state(path), path) for path in self._directory.glob("*.prefix")]
+            files = [(_state(path), path) for path in self._directory.glob("*.prefix") if NAME.fullmatch(path.name)]
         except OSError as error:
             raise StateError(f"prefix_dir {self._directory}: expected a directory to write to; {error.strerror}") from error
         files = [(state.st_mtime, state.st_size, path) for state, path in files if state is not None]

@@ -101,6 +101,8 @@ class Chat:
 
     def load(self, path: Path) -> None:
         """Go on from a saved list. Raises InputError, and keeps what was, where it is none."""
+        if path.exists() and not path.is_file():  # a device may have no end
+            raise InputError(f"{path}: expected a readable file; found none")
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

@@ -105,6 +105,8 @@ MALFORMED = [
     block(invoke("f", param("a", "1", "maybe"))),
     block(invoke("f", param("a", "oops", "false"))),
     block(invoke("f", param("a", "NaN", "false"))),
+    block(invoke("f", param("a", "1e999", "false"))),
+    block(invoke("f", param("a", '"\\ud800"', "false"))),
     block(invoke("f", param("a", "[" * 100_000, "false"))),
     block(invoke("f", param("a", "1" * 10_000, "false"))),
     block(invoke("f", param("a", "1"), param("a", "2"))),

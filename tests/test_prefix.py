@@ -198,6 +198,7 @@ def test_damaged_files_are_removed_with_one_warning(nano, text, tmp_path):
     spoilt[-40] ^= 1  # found when it is read
     paths[3].write_bytes(spoilt)
     foreign = tmp_path / ("0" * 32 + ".prefix")
+    (tmp_path / "mine.prefix").write_bytes(b"a file of somebody else")
     snapshot = Snapshot.load(paths[4])
     Snapshot("another", snapshot.tokens, snapshot.arrays).save(foreign)
     with pytest.warns(RuntimeWarning, match="damaged file was removed") as caught:
@@ -207,7 +208,7 @@ def test_damaged_files_are_removed_with_one_warning(nano, text, tmp_path):
         assert len(again) == 1
     assert len(caught) == 1
     assert not paths[0].exists() and not paths[1].exists() and not paths[3].exists()
-    assert foreign.exists() and paths[4].exists()
+    assert foreign.exists() and paths[4].exists() and (tmp_path / "mine.prefix").exists()
     again.close()
 
 

@@ -176,6 +176,9 @@ def test_paths_and_methods(server):
                                      ("GET", "/v1/models/gpt", 404), ("GET", "/page/../app.py", 404)):  # fmt: skip
             response = client.request(method, path)
             assert response.status_code == status and response.json()["error"]["type"] == "invalid_request_error", path
+            allowed = {TEXT_PATH: "POST", "/v1/models": "GET, HEAD"}.get(path)
+            assert response.headers.get("allow") == allowed
+            assert allowed is None or f"expected {allowed}; found" in response.json()["error"]["message"]
 
 
 # ------------------------------------------------------------------------------------------------ who may ask

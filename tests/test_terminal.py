@@ -4,6 +4,7 @@ import io
 import json
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +159,8 @@ def test_a_file_that_is_no_conversation_is_refused(chat, tmp_path, content, word
         (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(InputError, match=words):
         talk.load(tmp_path / "a.json")
+    with pytest.raises(InputError, match="zero: expected a readable file; found none"):
+        talk.load(Path("/dev/zero"))
     assert talk.messages == before
 
 

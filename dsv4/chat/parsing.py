@@ -193,7 +193,8 @@ def _read_parameter(text: str, at: int, arguments: dict[str, str]) -> tuple[str,
         value = json.dumps(value, ensure_ascii=False)
     else:
         try:
-            strict_json(value)
+            # What could not be sent back is no JSON either: 1e999, half a surrogate pair.
+            json.dumps(strict_json(value), ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError):
             return _BAD, at
     arguments[name] = value

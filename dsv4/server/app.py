@@ -277,9 +277,12 @@ def make_app(service: Service) -> Starlette:
         return Fault(400, "body: expected all of it; found an end before").response()  # nobody reads this
 
     async def unknown(http: HttpRequest, error: HTTPException) -> Response:
-        expected = "GET, POST" if error.status_code == 405 else "a path of this server, see docs/server.md"
+        headers = {name: ", ".join(sorted(value.split(", "))) for name, value in (error.headers or {}).items()}
+        expected = headers.get("Allow", "a path of this server, see docs/server.md")  # which a 405 has
         found = http.method if error.status_code == 405 else repr(http.url.path)
-        return Fault(error.status_code, f"expected {expected}; found {found}").response()
+        response = Fault(error.status_code, f"expected {expected}; found {found}").response()
+        response.headers.update(headers)
+        return response
 
     return Starlette(
         routes=[
