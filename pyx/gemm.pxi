@@ -122,7 +122,7 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
         with nogil:
             team.kernels.quads(a.x, <float *>moved.view.buf, a.rows * groups, w.m.k)
         a.x = <const float *>moved.view.buf
-    elif 1 < a.rows <= 16 and <uintptr_t>a.x % 64:
+    elif a.rows > 1 and <uintptr_t>a.x % 64:
         moved = Buffer(empty(a.rows * groups * a.stride + 16, float32))
         a.x = <const float *>memcpy(to_line(<char *>moved.view.buf), a.x, 4 * a.rows * groups * a.stride)
     team.run(team.kernels.linear, &a, team.share(<double>a.rows * w.m.n * w.m.k))

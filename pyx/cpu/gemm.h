@@ -332,7 +332,18 @@ static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float
         chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * TILE_STRIDE);
 }
 
-/* Adds one chunk of a strip to sums [row][STRIP], or begins them; x[row] + at are its inputs. */
+/* to [count] += sum, or begun with it. */
+INLINE void FN(add_sums)(float *to, const float *sum, const int count, int first)
+{
+    if (first) {
+        memcpy(to, sum, sizeof(float) * (size_t)count);
+        return;
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < count; j++) to[j] += sum[j];
+}
+
+/* Adds one chunk of a strip to sums [row][STRIP], or begins them, up to a multiple of four; x[row] + at are its inputs. */
 static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *const *x, int64_t at, int rows,
                           int64_t len, int first, float *sums)
 {
@@ -343,14 +354,12 @@ static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *co
         const float *xs[V16_MANY];
         for (int i = 0; i < V16_MANY; i++) xs[i] = x[r + (i < live ? i : live - 1)] + at;
         for (int c = 0, done; c < nn; c += done) {
-            float sum[16];
+            float sum[16] = {0};
             done = FN(dot_any)(chunk->form, live, chunk->weight + c, chunk->scale + c, chunk->fetch + c, chunk->pace, xs,
                                len, sum);
             for (int i = 0; i < live; i++)
-                for (int j = 0; j < done && c + j < nn; j++) {
-                    float *to = sums + (r + i) * STRIP + c + j;
-                    *to = first ? sum[i * done + j] : *to + sum[i * done + j];
-                }
+                if (done == 4) FN(add_sums)(sums + (r + i) * STRIP + c, sum + 4 * i, 4, first);
+                else FN(add_sums)(sums + (r + i) * STRIP + c, sum + 2 * i, 2, first);
         }
     }
 }
@@ -361,7 +370,7 @@ static void FN(strip)(const struct matrix *w, const struct route *route, int64_t
                       int rows, int slices, float *sums)
 {
 #ifdef V16_BF16
-    if (rows <= FEW && FN(codes_fit)(w, n0, nn, slices)) {
+    if (FN(codes_fit)(w, n0, nn, slices)) {
         FN(strip_codes)(w, route, n0, nn, x, rows, slices, sums);
         return;
     }
@@ -383,13 +392,14 @@ static void FN(strip)(const struct matrix *w, const struct route *route, int64_t
             }
 }
 
-/* The binary tree over slices that lie `stride` floats apart: ((0 + 1) + (2 + 3)) + .. */
-static inline float FN(tree)(const float *p, int64_t stride, int slices)
+/* The binary tree over slices that lie `stride` floats apart, for sixteen outputs: ((0 + 1) + (2 + 3)) + .. */
+static inline v16 FN(tree)(const float *p, int64_t stride, int slices)
 {
-    float v[MAX_SLICES];
-    for (int s = 0; s < slices; s++) v[s] = p[s * stride];
+    if (slices == 1) return v16_load(p);
+    v16 v[MAX_SLICES];
+    for (int s = 0; s < slices; s++) v[s] = v16_load(p + s * stride);
     for (; slices > 1; slices /= 2)
-        for (int s = 0; s < slices / 2; s++) v[s] = v[2 * s] + v[2 * s + 1];
+        for (int s = 0; s < slices / 2; s++) v[s] = v16_add(v[2 * s], v[2 * s + 1]);
     return v[0];
 }
 
@@ -414,7 +424,6 @@ static void FN(linear)(void *args, int tid, int n)
         for (int r = 0; r < rows; r++) x[r] = a->x + ((t0 + r) * a->groups + group) * a->stride;
         FN(strip)(w, &route, n0, nn, x, rows, a->slices, sums);
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < nn; c++)
-                a->y[(t0 + r) * w->n + n0 + c] = FN(tree)(sums + r * STRIP + c, rows * STRIP, a->slices);
+            v16_store_n(a->y + (t0 + r) * w->n + n0, FN(tree)(sums + r * STRIP, rows * STRIP, a->slices), nn);
     }
 }

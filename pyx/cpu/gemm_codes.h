@@ -1,4 +1,4 @@
-/* FP8 linears of few rows by looking bytes up in tables of 128 (V16_BF16 sets).
+/* FP8 linears by looking bytes up in tables of 128 (V16_BF16 sets).
  *
  * The sums are those of gemm.h. e4m3 times a power of two is a bf16 number, whose two bytes two tables give: any code,
  * NaN too. The tables hold a block's scale: its exponent is added to theirs.
@@ -144,7 +144,7 @@ static int FN(codes_fit)(const struct matrix *w, int64_t n0, int nn, int slices)
     return 1;
 }
 
-/* As strip, for up to FEW rows. Sums beyond nn, up to a multiple of four, are written too. */
+/* As strip. Sums beyond nn, up to a multiple of four, are written too. */
 static void FN(strip_codes)(const struct matrix *w, const struct route *route, int64_t n0, int nn,
                             const float *const *x, int rows, int slices, float *sums)
 {
@@ -152,7 +152,7 @@ static void FN(strip_codes)(const struct matrix *w, const struct route *route, i
     const int along = rows <= V16_ROWS; /* whole rows of weights, as they lie; of more rows' inputs, a chunk is near */
     const int columns = along ? 4 : STRIP;
     const int64_t more = along ? FN(outputs_ahead)(w) : STRIP;
-    const float *padded[FEW + 1];
+    const float *padded[BLOCK + 1];
     for (int r = 0; r <= rows; r++) padded[r] = x[r < rows ? r : rows - 1];
     for (int c0 = 0; c0 < nn; c0 += columns)
         for (int s = 0; s < slices; s++)

@@ -138,8 +138,9 @@ static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, int
         }
     }
     for (int64_t t = 0; t < a->rows; t++)
-        for (int c = 0; c < width; c++)
-            a->y[t * a->d + n0 + c] = FN(tree)(totals + t * MOE_WIDTH + c, a->rows * MOE_WIDTH, a->slices);
+        for (int c = 0; c < width; c += STRIP)
+            v16_store_n(a->y + t * a->d + n0 + c, FN(tree)(totals + t * MOE_WIDTH + c, a->rows * MOE_WIDTH, a->slices),
+                        width - c < STRIP ? width - c : STRIP);
 }
 
 /* Threads take jobs in turn, each one ahead of what it does, so that it knows which weights to fetch. */
