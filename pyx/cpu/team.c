@@ -19,7 +19,8 @@
 #define PAUSE() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-#define SPINS 2000
+#define SPINS 2000  /* looks of a waiting thread that keeps its core, */
+#define YIELDS 1000 /* then looks between which others have it; then it sleeps */
 
 /* A number that one side changes and others wait on. */
 struct event {
@@ -54,6 +55,10 @@ static void event_wait(struct event *e, uint32_t seen)
     for (int i = 0; i < SPINS; i++) {
         if (atomic_load_explicit(&e->value, memory_order_acquire) != seen) return;
         PAUSE();
+    }
+    for (int i = 0; i < YIELDS; i++) {
+        if (atomic_load_explicit(&e->value, memory_order_acquire) != seen) return;
+        sched_yield();
     }
     atomic_fetch_add(&e->sleepers, 1);
     while (atomic_load(&e->value) == seen) {
