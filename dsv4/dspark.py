@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
@@ -13,28 +13,30 @@ from .model import Model
 from .ops import KeyCache
 from .parameters import Attention
 from .rows import Rows
+from .sampling import Choose, greedy
 from .state import LayerState, Pool
 from .step import Step
 
 
 class Drafted(NamedTuple):
-    """A drafted block: token ids int32 [B], the logits float32 [B, vocab] they were chosen from, confidence [B]."""
+    """A drafted block: token ids int32 [B], the logits float32 [B, vocab] they were chosen from, confidence float32 [B]."""
 
     ids: np.ndarray
-    logits: np.ndarray
+    logits: np.ndarray | None  # None where they were not asked for
     confidence: np.ndarray  # the logit of "this token will be accepted"
 
 
 class Ask(NamedTuple):
     """A draft that is wanted: a block after the committed `token` at `position`; windows primed up to position − 1.
 
-    choose(logits [vocab], position the token is for) → token: how each drafted token is picked. None on ranks other than 0.
+    choose: how each drafted token is picked. None on ranks other than 0. logits: whether they are wanted as well.
     """
 
     slot: int
     position: int
     token: int
-    choose: Callable[[np.ndarray, int], int] | None = None
+    choose: Choose | None = None
+    logits: bool = False
 
 
 class Span(NamedTuple):
@@ -99,8 +101,11 @@ class Draft(Model):
             kv = ops.linear(xq, stage.attn.wkv)
             ops.store_keys(kv, stage.attn.kv_norm, step.rope(0), state.window, step.window_where, eps)
 
-    def draft(self, pool: Pool, asks: Sequence[Ask]) -> list[Drafted] | None:
-        """The blocks that are asked for, each slot once, in one pass. On rank 0; else None."""
+    def draft(self, pool: Pool, asks: Sequence[Ask]) -> list[Drafted | Exception] | None:
+        """The blocks that are asked for, each slot once, in one pass; where an ask's own choice failed, what it raised.
+
+        On rank 0; None elsewhere.
+        """
         c, ops, w = self.config, self.ops, self.weights
         draft, noise = w.draft, [c.dspark.noise_token_id] * (c.dspark.block_size - 1)
         step = BlockStep(ops, pool, Rows.pack([Rows.of(ask.slot, ask.position, [ask.token, *noise]) for ask in asks]))
@@ -111,25 +116,51 @@ class Draft(Model):
         logits = self.logits(ops.rmsnorm(y, draft.norm, c.rms_norm_eps))
         return None if logits is None else self.chain(y, logits, asks)
 
-    def chain(self, y: Any, logits: Any, asks: Sequence[Ask]) -> list[Drafted]:
+    def chain(self, y: Any, logits: Any, asks: Sequence[Ask]) -> list[Drafted | Exception]:
         """The markov chain: each place's logits and confidence depend on the token drafted before it.
 
-        y [n · B, d], logits [n · B, vocab]: the stages' output and its head, for n blocks.
+        y [n · B, d], logits [n · B, vocab]: the stages' output and its head, for n blocks. Tokens stay where the backend
+        computes, and nothing waits for it before the end, but for those that a sampling choose must see the logits of.
         """
         ops, draft, size = self.ops, self.weights.draft, self.config.dspark.block_size
-        tokens = [ask.token for ask in asks]
-        ids, out, confidence = [], [], []
+        ids, lead, confidence = (ops.zeros((size, len(asks)), t) for t in (np.int32, np.float32, np.float32))
+        tokens = ops.table(np.array([ask.token for ask in asks], np.int32))
+        choices = [_Choice(ask, logits.shape[1]) for ask in asks]
+        sampled = [i for i, ask in enumerate(asks) if ask.choose is not greedy]
+        where = ops.table(np.array(sampled, np.int64))
         for place in range(size):
-            rows = ops.table(np.arange(place, size * len(asks), size))
-            previous = ops.embed(draft.markov_w1, ops.table(np.array(tokens, np.int32)), 1)[:, 0]
-            scores = ops.to_host(logits[rows] + ops.linear(previous, draft.markov_w2))
-            joined = np.concatenate([y[rows], previous], axis=1)
-            confidence.append(ops.to_host(ops.linear(joined, draft.confidence))[:, 0])
-            tokens = [ask.choose(row, ask.position + 1 + place) for ask, row in zip(asks, scores)]
-            for token in tokens:
-                if not 0 <= token < scores.shape[1]:
-                    raise InputError(f"choose: expected a token id within 0..{scores.shape[1] - 1}, found {token}")
-            ids.append(tokens)
-            out.append(scores)
-        drafted = zip(np.array(ids, np.int32).T, np.stack(out, 1), np.stack(confidence, 1).astype(np.float32))
-        return [Drafted(*block) for block in drafted]
+            previous = ops.embed(draft.markov_w1, tokens, 1)[:, 0]
+            scores = logits[place::size] + ops.linear(previous, draft.markov_w2)
+            joined = np.concatenate([y[place::size], previous], axis=1)
+            confidence[place] = ops.linear(joined, draft.confidence)[:, 0]
+            tokens, lead[place] = ops.best(scores)
+            if sampled:
+                chosen = [choices[i].token(row, place) for i, row in zip(sampled, ops.to_host(scores[where]))]
+                tokens[where] = ops.table(np.array(chosen, np.int32))
+            ids[place], logits[place::size] = tokens, scores
+        ids, lead, confidence = (ops.to_host(array).T for array in (ids, lead, confidence))
+        found = []
+        for i, (ask, choice) in enumerate(zip(asks, choices)):
+            scores = logits[i * size : (i + 1) * size]
+            if ask.choose is greedy and np.isnan(lead[i]).any():
+                bad = int(np.isnan(lead[i]).argmax())
+                choice.token(ops.to_host(scores[bad]), bad)
+            found.append(choice.error or Drafted(ids[i], ops.to_host(scores) if ask.logits else None, confidence[i]))
+        return found
+
+
+class _Choice:
+    """An ask's choice of tokens on the host; what it raises is this ask's alone, and its other tokens are then 0."""
+
+    def __init__(self, ask: Ask, vocab: int):
+        self.ask, self.vocab, self.error = ask, vocab, None
+
+    def token(self, scores: np.ndarray, place: int) -> int:
+        """The block's token number `place` from scores [vocab]."""
+        try:
+            token = 0 if self.error else self.ask.choose(scores, self.ask.position + 1 + place)
+            if not 0 <= token < self.vocab:
+                raise InputError(f"choose: expected a token id within 0..{self.vocab - 1}, found {token}")
+        except Exception as error:
+            self.error, token = error, 0
+        return token

@@ -111,7 +111,7 @@ class Engine:
         with self.crew.command("prime", spans):
             self.draft.prime(self.pool, spans)
 
-    def draft_blocks(self, asks: Sequence[Ask]) -> list[Drafted] | None:
+    def draft_blocks(self, asks: Sequence[Ask]) -> list[Drafted | Exception] | None:
         """Drafted blocks, of one slot or several: Draft.draft."""
         with self.crew.command("draft_blocks", [ask._replace(choose=None) for ask in asks]):
             return self.draft.draft(self.pool, asks)

@@ -18,7 +18,7 @@ import numpy as np
 
 from .errors import InputError
 from .gate import DEFAULT, Costs, make_rule
-from .sampling import SamplingParams, sample, token_logprobs
+from .sampling import SamplingParams, chooser, token_logprobs
 from .session import check_tokens
 from .speculate import Round, Speculator, granting
 
@@ -139,7 +139,7 @@ def speculator(
         gate = make_rule(rule, block, engine.gate, costs=costs or engine.costs)
     if engine.draft is None:
         gate = None
-    return Speculator(gate, lambda logits, position: sample(logits, params, position), on_round=on_round)
+    return Speculator(gate, chooser(params), on_round=on_round)
 
 
 def stream(

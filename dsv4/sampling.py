@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from .errors import Dsv4Error, InputError
 
 MAX_LOGPROBS = 20
 SEED_LIMIT = 2**64
+Choose = Callable[[np.ndarray, int], int]  # (logits [vocab], position the token is for) → token
 
 
 def _integer(name: str, value, low: int, high: int | None = None) -> int:
@@ -158,6 +159,19 @@ def generator(seed: int, position: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, position, 0]))
 
 
+def greedy(logits: np.ndarray, position: int) -> int:
+    """The largest of logits [vocab], the lower id where equal; whatever the position. Raises Dsv4Error for non-finite ones.
+
+    A drafted token that is chosen by this very function is chosen where the backend computes, by Ops.best.
+    """
+    return int(_finite(np.asarray(logits)).argmax())
+
+
+def chooser(params: SamplingParams) -> Choose:
+    """How these parameters choose a token."""
+    return greedy if params.temperature == 0 else lambda logits, position: sample(logits, params, position)
+
+
 def sample(logits: np.ndarray, params: SamplingParams, position: int) -> int:
     """The token for `position` (its index in the sequence) from logits [vocab]. Without a seed a new one is drawn.
 
@@ -166,7 +180,7 @@ def sample(logits: np.ndarray, params: SamplingParams, position: int) -> int:
     a draft sampled by this rule is accepted about as often as the distributions overlap, and never changes the draw.
     """
     if params.temperature == 0:
-        return int(_finite(np.asarray(logits)).argmax())
+        return greedy(logits, position)
     p = probabilities(logits, params)
     kept = np.flatnonzero(p)
     draws = generator(params.seeded().seed, position).standard_exponential(p.size)

@@ -12,7 +12,8 @@ from .errors import CapacityError, ConfigError, InputError, StateError
 from .model import Output
 from .rows import Rows
 from .snapshot import Snapshot
-from .speculate import Choose, Round, Speculator, Verified, greedy, verify
+from .sampling import Choose, greedy
+from .speculate import Round, Speculator, Verified, verify
 
 if TYPE_CHECKING:
     from .dspark import Drafted
@@ -131,11 +132,12 @@ class Session:
         first, primed = self._primed
         self._primed = min(first, span.start) if span.start <= primed else span.start, span.stop
 
-    def draft(self, token: int | None = None, choose: Choose = greedy) -> Drafted:
+    def draft(self, token: int | None = None, choose: Choose = greedy, *, logits: bool = True) -> Drafted:
         """Draft a block after `token`, which is committed but not yet consumed. The session stays as it is.
 
         token: by default what `choose` says of the last row's logits. choose(logits [vocab], position) also picks each
-        drafted token. Raises StateError before the first token was consumed, ConfigError without a draft module.
+        drafted token. logits: whether those are wanted. Raises StateError before the first token was consumed,
+        ConfigError without a draft module, and what `choose` raises.
         """
         engine = self._open()
         if engine.draft is None:
@@ -144,7 +146,10 @@ class Session:
             raise StateError("draft: expected at least one token consumed, found none")
         token = choose(self._last(), self.position) if token is None else token
         check_tokens([token], engine.config.vocab_size)
-        return draft_all([(self, token, choose)])[0]
+        (block,) = draft_all([(self, token, choose)], logits)
+        if isinstance(block, Exception):
+            raise block
+        return block
 
     def _last(self) -> np.ndarray:
         if self.logits is None:
@@ -251,10 +256,10 @@ def prime_all(sessions: Sequence[Session]) -> None:
         session.primed(span)
 
 
-def draft_all(parts: Sequence[tuple[Session, int, Choose]]) -> list[Drafted]:
-    """Session.draft of some sessions in one pass: (session, token, choose) → its block."""
+def draft_all(parts: Sequence[tuple[Session, int, Choose]], logits: bool = False) -> list[Drafted | Exception]:
+    """Session.draft of some sessions in one pass: (session, token, choose) → its block, or what its choice raised."""
     prime_all([session for session, _, _ in parts])
-    asks = [Ask(session.slot, session.position, token, choose) for session, token, choose in parts]
+    asks = [Ask(session.slot, session.position, token, choose, logits) for session, token, choose in parts]
     return parts[0][0].engine.draft_blocks(asks)
 
 

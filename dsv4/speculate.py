@@ -19,6 +19,7 @@ import numpy as np
 
 from .errors import InputError
 from .gate import DEFAULT, make_rule
+from .sampling import Choose, greedy
 
 if TYPE_CHECKING:
     from .dspark import Drafted
@@ -26,17 +27,11 @@ if TYPE_CHECKING:
     from .gate import Rule
     from .session import Session
 
-Choose = Callable[[np.ndarray, int], int]  # (logits [vocab], position the token is for) → token
 MODES = ("batched", "sequential")
 
 
-def greedy(logits: np.ndarray, position: int) -> int:
-    """The largest logit; the lower id where equal."""
-    return int(logits.argmax())
-
-
 class WantsDraft(NamedTuple):
-    """A block after the committed `token`. Answer: Drafted."""
+    """A block after the committed `token`. Answer: Drafted, without logits."""
 
     token: int
     choose: Choose
@@ -59,7 +54,7 @@ def granting(session: Session, plan: Generator[Any, Any, Any]) -> Generator[Any,
         answer, error = None, None
         try:
             if isinstance(wish, WantsDraft):
-                answer = session.draft(*wish)
+                answer = session.draft(*wish, logits=False)
             elif isinstance(wish, WantsRows):
                 answer = session.forward(wish.tokens, "all").logits
             else:

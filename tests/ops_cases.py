@@ -318,6 +318,22 @@ def index_select(rng, t, heads, d, n, k, page_entries, kind):
 
 
 @build
+def best(rng, t, vocab, kind):
+    """kind "any"; "ties": few different logits; "wide": the lead overflows."""
+    logits = normal(rng, t, vocab)
+    if kind == "ties":
+        logits = rng.integers(-4, 5, (t, vocab)).astype(np.float32)
+    if kind == "wide":
+        logits = np.where(rng.random((t, vocab)) < 1 / vocab, 3e38, -3e38).astype(np.float32)
+
+    def run(ops, logits):
+        ids, lead = ops.best(logits)
+        return {"ids": ids, "lead": lead}
+
+    return run, {"logits": logits}, ("logits",), 0
+
+
+@build
 def entry_places(rng, t, n, page_entries):
     def run(ops, entries, slots, pages):
         return {"places": ops.entry_places(entries, slots, pages, page_entries)}

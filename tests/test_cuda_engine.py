@@ -14,8 +14,10 @@ from test_golden_e2e import CLEAN, STEADY, expected, golden, open_model, open_po
 import dsv4
 from dsv4 import loading
 from dsv4.comm import Nccl
+from dsv4.errors import Dsv4Error
 from dsv4.rows import Rows
-from dsv4.sampling import SamplingParams
+from dsv4.sampling import SamplingParams, greedy
+from dsv4.session import draft_all, prime_all
 from dsv4.step import Step
 
 TOKENS = 40  # of the promises' baseline: past tiny-m's window of 16, two blocks of ratio 16 and where its top-k binds
@@ -93,6 +95,65 @@ def test_a_step_waits_for_the_device_twice(engine):
         before = ops.launcher.synchronisations
         session.forward([4])
         assert ops.launcher.synchronisations - before == 2
+
+
+def drafts(engine, *chooses):
+    """A block for each of so many sequences, drafted together, with how often the host waited for the device."""
+    launcher = engine.model.ops.launcher
+    sessions = [engine.session() for _ in chooses]
+    for i, session in enumerate(sessions):
+        session.forward([5, 9, 11 + i])
+    prime_all(sessions)
+    before = launcher.synchronisations
+    found = draft_all([(session, 7, choose) for session, choose in zip(sessions, chooses)])
+    waits = launcher.synchronisations - before
+    for session in sessions:
+        session.close()
+    return found, waits
+
+
+def as_greedy(logits, position):
+    """The same choice, of which the engine does not know that it is greedy: each token is chosen on the host."""
+    return greedy(logits, position)
+
+
+@only_emulated
+def test_a_greedy_draft_waits_for_the_device_at_its_end(engine):
+    """For ids, leads and confidence. A choose of another kind must see each place's logits, its own sequence's only."""
+    nano = engine("nano")
+    alone, waits = drafts(nano, greedy, greedy)
+    assert waits == 3
+    hosted, waits = drafts(nano, as_greedy, greedy)
+    assert waits == 3 + nano.config.dspark.block_size
+    for one, other in zip(alone, hosted):
+        same_bits(one.ids, other.ids)
+        same_bits(one.confidence, other.confidence)
+        assert one.logits is other.logits is None
+
+
+@only_emulated
+def test_logits_of_a_draft_that_are_not_finite(engine, monkeypatch):
+    """What greedy says of them, and to the sequence alone whose they are."""
+    nano = engine("nano")
+    clean, _ = drafts(nano, greedy, greedy)
+    ops = nano.model.ops
+    linear, markov = ops.linear, nano.model.weights.draft.markov_w2
+
+    def broken(x, w, slices=1):
+        y = linear(x, w, slices)
+        if w is markov:
+            y[0, 3] = np.float32(np.nan)
+        return y
+
+    monkeypatch.setattr(ops, "linear", broken)
+    for choose in (greedy, as_greedy):
+        (error, other), _ = drafts(nano, choose, greedy)
+        assert isinstance(error, Dsv4Error) and "1 of 640 that are not, the first nan at token 3" in str(error)
+        same_bits(other.ids, clean[1].ids)
+    with nano.session() as session:
+        session.forward([5, 9, 11])
+        with pytest.raises(Dsv4Error, match="logits: expected finite numbers"):
+            session.draft(7)
 
 
 # ---------------------------------------------------------------------- the promises, as bits

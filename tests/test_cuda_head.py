@@ -1,48 +1,39 @@
-"""The CUDA backend's heads, run on the CPU: best token and margin; logits, markov and confidence heads as bf16 linears."""
+"""The CUDA backend's heads, run on the CPU: best token and its lead; logits, markov and confidence heads as bf16 linears."""
 
 import numpy as np
+import ops_cases as make
 import pytest
 from compare import rel_l2, same_bits
 from cpu_cases import inputs, weights
 from cuda_ops import HostOps, emulated
 from emulation.launcher import REVERSE
+from test_ops_backends import mistakes
 
 from dsv4.ops.reference import ReferenceOps
 
-
-def expected_best(logits):
-    order = np.sort(logits, axis=1)
-    margin = order[:, -1] - order[:, -2] if logits.shape[1] > 1 else np.full(len(logits), np.inf, np.float32)
-    return logits.argmax(axis=1).astype(np.int32), margin.astype(np.float32)
+SHAPES = [(1, 1), (2, 2), (1, 31), (3, 512), (2, 513), (5, 1297), (130, 640), (1, 9000)]
 
 
-def is_best(ops, logits):
-    for found, expected in zip(ops.best(logits), expected_best(logits)):
-        same_bits(found, expected)
-
-
-@pytest.mark.parametrize("t, vocab", [(1, 1), (2, 2), (1, 31), (3, 512), (2, 513), (5, 1297), (130, 640)])
-def test_best(cuda, t, vocab):
-    is_best(cuda, inputs(t, vocab))
+@pytest.mark.parametrize("kind", ["any", "ties", "wide"])
+@pytest.mark.parametrize("t, vocab", SHAPES)
+def test_best(cuda, t, vocab, kind):
+    case = make.best(t, vocab, kind)
+    assert not mistakes(case, case(cuda), case(ReferenceOps()))
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("t, vocab", [(3, 513), (5, 1297)])
+@pytest.mark.parametrize("t, vocab", [(3, 513), (2, 9000)])
 def test_best_in_other_orders(t, vocab):
+    case = make.best(t, vocab, "ties")
     for order in (REVERSE, 9):
-        is_best(HostOps(emulated(order=order)), inputs(t, vocab))
+        assert not mistakes(case, case(HostOps(emulated(order=order))), case(ReferenceOps()))
 
 
-def test_equal_logits_go_to_the_lower_token(cuda):
-    logits = np.round(inputs(40, 1500))
-    ids, margin = cuda.best(logits)
-    assert (expected_best(logits)[1] == 0).any()
-    same_bits(ids, expected_best(logits)[0])
-    same_bits(margin, expected_best(logits)[1])
-    logits = np.full((3, 700), -np.inf, np.float32)
-    logits[1, [5, 600]] = -0.0, 0.0
-    logits[2] = np.float32(-3e38)
-    assert (cuda.best(logits)[0] == [0, 5, 0]).all()
+def test_zeros_of_either_sign_are_equal(cuda):
+    logits = np.full((2, 700), -1, np.float32)
+    logits[0, [5, 600]] = -0.0, 0.0
+    logits[1] = np.float32(-3e38)
+    assert (cuda.best(logits)[0] == [5, 0]).all()
 
 
 def test_each_place_of_the_best_and_the_second(cuda):
@@ -56,13 +47,15 @@ def test_each_place_of_the_best_and_the_second(cuda):
     assert (ids == first).all() and (margin == 3).all()
 
 
-def test_a_nan_is_never_best(cuda):
-    logits = inputs(2, 900)
-    logits[0, 333] = np.nan
-    ids, margin = cuda.best(logits)
-    clean = np.where(np.isnan(logits), -np.inf, logits).astype(np.float32)
-    same_bits(ids, expected_best(clean)[0])
-    same_bits(margin, expected_best(clean)[1])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [0, 333, 8999])
+def test_the_lead_is_nan_where_a_logit_is_not_finite(cuda, bad, at):
+    logits = make.best(3, 9000, "any").inputs["logits"].copy()
+    logits[1, at] = bad
+    ids, lead = cuda.best(logits)
+    assert np.isnan(lead).tolist() == [False, True, False] and 0 <= ids[1] < 9000
+    ids, lead = cuda.best(np.full((1, 3), bad, np.float32))
+    assert np.isnan(lead[0]) and 0 <= ids[0] < 3
 
 
 @pytest.mark.parametrize("n, k", [(1, 288), (640, 32), (641, 256)], ids=["confidence", "markov", "head"])

@@ -13,15 +13,12 @@ from test_golden_e2e import CHECKPOINTS, golden, open_model, open_pool
 from dsv4.dspark import Ask, BlockStep, Draft, Span
 from dsv4.ops import open_ops
 from dsv4.rows import Rows
+from dsv4.sampling import greedy
 from dsv4.step import Step
 
 
 def open_draft(model, **changes) -> Draft:
     return Draft(dataclasses.replace(model.config, **changes), model.weights, model.ops, model.comm)
-
-
-def greedy(logits, position):
-    return int(logits.argmax())
 
 
 def run_drafts(model, draft, case):
@@ -37,7 +34,7 @@ def run_drafts(model, draft, case):
             consumed = p + 1
         draft.prime(pool, [Span(0, max(primed, p + 1 - pool.window), p + 1)])
         primed = p + 1
-        out += draft.draft(pool, [Ask(0, p + 1, int(tokens[p - length + 1]), greedy)])
+        out += draft.draft(pool, [Ask(0, p + 1, int(tokens[p - length + 1]), greedy, logits=True)])
     return out
 
 
@@ -139,7 +136,7 @@ def test_heads_and_markov_chain(stages):
         h = trace["mtp.2.block_out"][i * block : (i + 1) * block]
         y = ops.hc_head(h, w.hc_head)
         base = ops.linear(ops.rmsnorm(y, w.norm, draft.config.rms_norm_eps), draft.weights.head)
-        (found,) = draft.chain(y, base, [Ask(0, n + i + 1, int(trace["tokens"][n + i + 1]), greedy)])
+        (found,) = draft.chain(y, base, [Ask(0, n + i + 1, int(trace["tokens"][n + i + 1]), greedy, logits=True)])
         assert np.array_equal(found.ids, ids[1:])
         assert rel_l2(found.logits, logits) <= 1e-5 and rel_l2(found.confidence, confidence) <= 1e-5
 

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Data flows one way; a module may import those before it only.
 ORDER = [
-    "errors", "files", "sizes", "config", "rope", "checkpoint", "formats", "ops", "split", "parameters", "weights", "experts", "watch", "comm", "rows", "plan", "snapshot",
-    "state", "crew", "step", "model", "dspark", "gate", "speculate", "session", "sampling", "tokenizer", "chat", "loading", "generate", "engine", "prefix", "scheduling", "scheduler", "ranks", "inspection", "parity", "logits", "determinism", "server",
+    "errors", "files", "sizes", "sampling", "config", "rope", "checkpoint", "formats", "ops", "split", "parameters", "weights", "experts", "watch", "comm", "rows", "plan", "snapshot",
+    "state", "crew", "step", "model", "dspark", "gate", "speculate", "session", "tokenizer", "chat", "loading", "generate", "engine", "prefix", "scheduling", "scheduler", "ranks", "inspection", "parity", "logits", "determinism", "server",
     "cli_support", "cli_spec", "terminal", "terminal_screen", "cli_chat", "synth", "planner", "cli_plan", "bench", "cli_gate", "cli_pack", "cli_serve", "cli_synth", "cli",
 ]  # fmt: skip
 

@@ -43,6 +43,7 @@ CASES = [
         (8, 128, 30, 8, 8), (4, 64, 200, 16, 64), (3, 64, 100, 128, 64), (1, 32, 50, 5, 4))),
     make.index_select(13, 64, 128, 700, 512, 64, "any"),
     *(make.entry_places(t, n, 8) for t in (1, 6, 130) for n in (1, 17)),
+    *(make.best(t, vocab, kind) for t, vocab in ((1, 1), (2, 2), (1, 31), (5, 1297), (130, 640)) for kind in ("any", "ties", "wide")),
     *(make.gate(t, *shape, kind) for kind in ("bias", "plain", "fixed", "ties") for t in (1, 6, 130) for shape in (
         (18, 64, 4), (8, 256, 2), (258, 512, 8))),
     *(make.swiglu(t, inter, limit, weighted) for t in (1, 6, 130) for inter in (100, 128)
@@ -262,6 +263,19 @@ def test_quantisers_do_not_hide_nonfinite_values(ops, bad):
         assert ops.has_nonfinite(result[1:]) and not ops.has_nonfinite(result[:1])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [0, 333, 899])
+def test_a_lead_tells_of_logits_that_are_not_finite(ops, bad, at):
+    logits = make.best(3, 900, "any").inputs["logits"].copy()
+    expected = ops.best(logits)
+    logits[1, at] = bad
+    for found, clean in zip(ops.best(logits), expected):
+        same_bits(found[[0, 2]], clean[[0, 2]])
+    ids, lead = ops.best(logits)
+    assert np.isnan(lead[1]) and 0 <= ids[1] < 900
+    assert np.isnan(ops.best(np.full((1, 3), bad, np.float32))[1]).all()
+
+
 def test_unknown_backend():
     with pytest.raises(ConfigError, match="expected one of cpu, cuda, reference; found 'gpu'"):
         open_ops("gpu")
@@ -286,6 +300,12 @@ class FirstSlotOnly(ReferenceOps):
 class PlaceOfNone(ReferenceOps):
     def entry_places(self, entries, *rest):
         return super().entry_places(np.maximum(entries, 0), *rest)
+
+
+class LastOfEqual(ReferenceOps):
+    def best(self, logits):
+        ids, lead = super().best(logits[:, ::-1])
+        return (logits.shape[1] - 1 - ids).astype(np.int32), lead
 
 
 class StreamsSummed(ReferenceOps):
@@ -322,6 +342,7 @@ MUTANTS = {
     PagesInOrder: make.index_select(6, 4, 64, 200, 16, 64, "any"),
     FirstSlotOnly: make.compression(9, 16, 128),
     PlaceOfNone: make.entry_places(6, 17, 8),
+    LastOfEqual: make.best(5, 1297, "ties"),
     StreamsSummed: make.connections(3, 4, 48, 1e-6, 1e-6),
     NormWithoutEpsilon: make.rmsnorm(6, 96),
     WindowLeftOut: make.attend(6, 4, 128, 64, (16, 20), 1),

@@ -252,7 +252,7 @@ def test_a_draft_depends_on_each_of_its_inputs(engine, prompts):
             return not np.array_equal(logits, expected)
 
         assert differs(session.draft(8).logits), "committed token"
-        assert differs(nano.draft.draft(pool, [Ask(slot, position - 1, 7, greedy)])[0].logits), "position"
+        assert differs(nano.draft.draft(pool, [Ask(slot, position - 1, 7, greedy, logits=True)])[0].logits), "position"
         for back in (1, 2, nano.config.sliding_window):  # the seed's hidden, the one before, the window's oldest
             place = pool.window_place(np.int32(slot), np.int32(position - back))
             kept = pool.hidden[place].copy()

@@ -43,7 +43,7 @@ def costs(engine: Engine, context: list[int], repeats: int) -> list[dict]:
 
             return run
 
-        draft_ms = _median_ms(lambda: session.draft(context[0]), repeats)
+        draft_ms = _median_ms(lambda: session.draft(context[0], logits=False), repeats)
         ms = [_median_ms(verify(n + 1), repeats) for n in range(block + 1)]
     n = np.arange(1, block + 1)
     slope, base = np.polyfit(n, ms[1:], 1)

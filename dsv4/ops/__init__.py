@@ -124,6 +124,14 @@ class Ops:
         """x · rsqrt(mean(x²) + eps) · w over the last axis; w [K]."""
         raise NotImplementedError
 
+    def best(self, logits: Array) -> tuple[Array, Array]:
+        """logits [T, vocab] → each row's largest: its id int32 [T], the lower where equal, and its lead over the second [T].
+
+        With a vocabulary of one the lead is infinite. Where a logit is not finite the lead is NaN and the id any of the
+        vocabulary's: sampling.greedy says what is wrong with such a row.
+        """
+        raise NotImplementedError
+
     # ------------------------------------------------------------------ hyper-connections (model.md §2.1)
     def hc_pre(self, h: Array, hc: Any) -> tuple[Array, Mix]:
         """h [T, m, d] → u [T, d] = Σ_j pre_j h_j, and the mix. hc: weights.HyperConnection."""

@@ -28,6 +28,15 @@ class RowsMixin:
     def rmsnorm(self, x: np.ndarray, w: np.ndarray, eps: float) -> np.ndarray:
         return _cpu.rmsnorm(self.team, x, w, eps)
 
+    def best(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids = logits.argmax(axis=1)  # the first NaN where there is one
+        lead = np.full(len(logits), np.nan, np.float32)
+        with np.errstate(over="ignore"):
+            for t, (row, best) in enumerate(zip(logits, ids)):
+                if np.isfinite(row[best]) and np.isfinite(row.min()):
+                    lead[t] = row[best] - max(row[:best].max(initial=-np.inf), row[best + 1 :].max(initial=-np.inf))
+        return ids.astype(np.int32), lead
+
     # ------------------------------------------------------------------ hyper-connections
     def hc_pre(self, h: np.ndarray, hc: Any) -> tuple[np.ndarray, Mix]:
         u, post, comb = _cpu.hc_pre(self.team, h, hc, None, 0.0, False)

@@ -317,8 +317,7 @@ class DenseMixin(CudaBase):
 
     # ------------------------------------------------------------------ head
     def best(self, logits: Array) -> tuple[Array, Array]:
-        """logits [T, vocab] → each row's best token int32 [T] (the lower where equal) and its lead over the second best [T]."""
         t, vocab = logits.shape
-        ids, margin = self.empty(t, np.int32), self.empty(t)
-        self.run("head.cu", "head_best", (t,), (512,), logits, ids, margin, _i32(vocab))
-        return ids, margin
+        ids, lead = self.empty(t, np.int32), self.empty(t)
+        self.run("head.cu", "head_best", (t,), (1024,), logits, ids, lead, _i32(vocab))
+        return ids, lead

@@ -143,6 +143,13 @@ class ReferenceOps(Ops):
         x = x.astype(np.float64)
         return (x * rsqrt_mean(x, eps) * w).astype(np.float32)
 
+    def best(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        order = np.sort(logits, axis=1)  # NaN comes last
+        second = order[:, -2] if order.shape[1] > 1 else np.float32(-np.inf)
+        with np.errstate(over="ignore", invalid="ignore"):
+            lead = np.where(np.isfinite(logits).all(axis=1), order[:, -1] - second, np.float32(np.nan))
+        return logits.argmax(axis=1).astype(np.int32), lead.astype(np.float32)
+
     # ------------------------------------------------------------------ hyper-connections
     def _mixes(self, h: np.ndarray, hc) -> np.ndarray:
         """(fn · f) · rsqrt(mean(f²) + norm_eps) of the flattened streams: float64 [T, rows of fn]."""

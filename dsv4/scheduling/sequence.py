@@ -10,6 +10,7 @@ from ..generate import Answer, Settles, Step, WantsPrompt, settling
 from ..speculate import WantsDraft, WantsRows
 
 if TYPE_CHECKING:
+    from ..dspark import Drafted
     from ..engine import Engine
     from ..prefix import PrefixStore
     from .tickets import Ticket
@@ -28,7 +29,6 @@ class Sequence:
         self.waited = 0  # the step in which rows of it last ran
         self.reason: str | None = None
         self.error: BaseException | None = None
-        self._fresh: BaseException | None = None  # from choosing a drafted token: this sequence's alone
         self._consumed = 0  # of the prompt that is wanted
         try:
             self.cached = prefixes.restore(self.session, ticket.prompt) if prefixes is not None else 0
@@ -54,14 +54,6 @@ class Sequence:
             stop = self._consumed + before_cut
         return self.session, self.wish.tokens[self._consumed : stop], "last" if stop == len(self.wish.tokens) else "none"
 
-    def choose(self, logits, position: int) -> int:
-        """The wish's choice for a drafted token; what it raises is kept until the block is answered."""
-        try:
-            return self.wish.choose(logits, position)
-        except Exception as error:
-            self._fresh = error
-            return 0
-
     # ------------------------------------------------------------------ what it gets
     def prompted(self, tokens: int, logits) -> None:
         """So many tokens of its prompt ran; logits [n, vocab] of the last one, if that was the prompt's."""
@@ -73,9 +65,10 @@ class Sequence:
         if self.prefixes is not None and (done or self.session.position == self._keep_at):
             self.prefixes.keep(self.session)  # after the first token is out: the session still is where the prompt left it
 
-    def drafted(self, block) -> None:
-        error, self._fresh = self._fresh, None
-        self.advance(None if error else block, error)
+    def drafted(self, block: Drafted | Exception) -> None:
+        """Its block, or what its own choice of a token raised."""
+        failed = isinstance(block, Exception)
+        self.advance(None if failed else block, block if failed else None)
 
     def advance(self, answer: Any, error: BaseException | None = None) -> None:
         """Answer the wish, hand on what that settled, and have the next wish; or end, in this sequence's own error."""
