@@ -67,9 +67,10 @@ class BatchCosts(Costs):
 
     shared = True
     REMEASURE = 128
-    FIRST = 8
-    IN_A_ROW = 3  # the first of them is slower than the others and does not count: caches hold what drafting needs
-    SHARED = 10.0
+    FIRST = 4
+    IN_A_ROW = 4
+    COLD = 2  # the first of them are slower, as caches hold what drafting needs, and do not count
+    SHARED = 20.0
     MEMORY = 0.998  # weight of a round of anybody, one such round later
     PROBE = 0.015
     ENOUGH = 7.5  # rounds that draft whatever they bring
@@ -110,7 +111,7 @@ class BatchCosts(Costs):
             self._due = self._wait
         if self._rough and not prompts:
             self._rough, self._forward = False, Line(*self._start)
-        if self._rough or not (prompts or self._plain == 1):
+        if self._rough or not (prompts or 1 <= self._plain <= self.COLD):
             self._forward.add(rows, ms)
         self._trying = 0.0 < self._lost <= self._saved
         self._lost, self._saved = 0.0, 0.0 if self._trying else self._saved
