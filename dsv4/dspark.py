@@ -58,10 +58,8 @@ class BlockStep(Step):
     @cached_property
     def window_places(self):
         """int32 [T, W]: the last W committed positions, the same for every row of a block."""
-        seen = self.rows.positions[:: self.size, None] + np.arange(-self.pool.window, 0, dtype=np.int32)
-        places = self.pool.window_place(self.rows.slots[:: self.size, None], seen)
-        places[seen < 0] = -1
-        return self.ops.table(np.repeat(places, self.size, 0))
+        last = self.ops.table(np.repeat(self.rows.positions[:: self.size] - np.int32(1), self.size))
+        return self.ops.ring_places(self.slots, last, self.pool.window, self.pool.window_capacity)
 
     @cached_property
     def _where(self) -> np.ndarray:

@@ -103,6 +103,10 @@ class Pool:
         """entries int32 [T, n] of slots int32 [T] → cache places int32 [T, n]; −1 stays."""
         return self.ops.entry_places(entries, slots, self.pages, self.page_entries(ratio))
 
+    def visible_places(self, visible: Any, n: int, slots: Any, ratio: int) -> Any:
+        """Cache places of entries 0 .. visible[t] − 1 of slots int32 [T], then −1: int32 [T, n]."""
+        return self.ops.visible_places(visible, n, slots, self.pages, self.page_entries(ratio))
+
     # ------------------------------------------------------------------ slots and pages
     def take_slot(self) -> int:
         """A free slot. Raises CapacityError when all are in use."""

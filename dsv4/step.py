@@ -42,15 +42,15 @@ class Step:
 
     @cached_property
     def window_where(self):
-        return self.ops.table(self.pool.window_place(self.rows.slots, self.rows.positions))
+        return self._ring_places(1, self.pool.window_capacity).reshape(-1)
 
     @cached_property
     def window_places(self):
-        span = np.arange(1 - self.pool.window, 1, dtype=np.int32)
-        seen = self.rows.positions[:, None] + span
-        places = self.pool.window_place(self.rows.slots[:, None], seen)
-        places[seen < 0] = -1
-        return self.ops.table(places)
+        return self._ring_places(self.pool.window, self.pool.window_capacity)
+
+    def _ring_places(self, span: int, capacity: int):
+        """int32 [T, span]: where the rows' last `span` positions lie in rings of this capacity, their own included."""
+        return self.ops.ring_places(self.slots, self.positions, span, capacity)
 
     @cached_property
     def _ropes(self) -> dict[bool, Rope]:
@@ -71,7 +71,7 @@ class Step:
         slots = ops.table(rows.slots[complete])
         done = rows.positions[complete] // ratio
         return Compression(
-            where=ops.table(pool.ring_place(ratio, rows.slots, rows.positions)),
+            where=self._ring_places(1, pool.ring_capacity(ratio)).reshape(-1),
             done_slots=slots,
             done=ops.table(done),
             done_places=pool.entry_places(ops.table(done[:, None]), slots, ratio)[:, 0],
@@ -82,8 +82,7 @@ class Step:
     def all_places(self, ratio: int):
         """Places of every entry each row may see: int32 [T, n], ascending entries, −1 beyond the visible ones."""
         if ratio not in self._all_places:
-            visible = (self.rows.positions + 1) // ratio
-            entries = np.arange(visible.max(initial=0), dtype=np.int32)
-            entries = np.where(entries < visible[:, None], entries, np.int32(-1))
-            self._all_places[ratio] = self.pool.entry_places(self.ops.table(entries), self.slots, ratio)
+            most = (int(self.rows.positions.max(initial=-1)) + 1) // ratio
+            visible = self.compression(ratio).visible
+            self._all_places[ratio] = self.pool.visible_places(visible, most, self.slots, ratio)
         return self._all_places[ratio]

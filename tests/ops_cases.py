@@ -346,6 +346,27 @@ def entry_places(rng, t, n, page_entries):
 
 
 @build
+def ring_places(rng, t, span, capacity):
+    def run(ops, slots, positions):
+        return {"places": ops.ring_places(slots, positions, span, capacity)}
+
+    positions = rng.integers(0, 3 * capacity, t).astype(np.int32)
+    positions[0] = 0
+    return run, {"slots": rng.integers(0, 3, t).astype(np.int32), "positions": positions}, ("slots", "positions")
+
+
+@build
+def visible_places(rng, t, n, page_entries):
+    def run(ops, visible, slots, pages):
+        return {"places": ops.visible_places(visible, n, slots, pages, page_entries)}
+
+    pages = rng.permutation(3 * -(-n // page_entries)).reshape(3, -1).astype(np.int32)
+    visible = rng.integers(0, n + 1, t).astype(np.int32)
+    visible[-1] = n
+    return run, {"visible": visible, "slots": rng.integers(0, 3, t).astype(np.int32), "pages": pages}, ("visible", "slots")
+
+
+@build
 def gate(rng, t, experts, d, k, kind):
     """kind "bias", "plain", "fixed" (by token) or "ties" (every expert three times)."""
 

@@ -27,7 +27,7 @@ def test_compiles_everywhere_without_spills(name):
 def test_index_functions_compile_without_a_device(arch):
     from numba import cuda
 
-    from dsv4.ops.cuda_rows import INDEX_KERNELS
+    from dsv4.ops.cuda_places import INDEX_KERNELS
 
     for function, types in INDEX_KERNELS.items():
         made = kernels.index_kernel(function, function.__code__.co_argcount - 1)

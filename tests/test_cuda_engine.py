@@ -97,6 +97,19 @@ def test_a_step_waits_for_the_device_twice(engine):
         assert ops.launcher.synchronisations - before == 2
 
 
+@only_emulated
+def test_a_step_uploads_what_is_known_of_its_rows_alone(engine, monkeypatch):
+    """A few numbers a row: places of keys and entries are worked out on the device."""
+    small, sizes = engine("tiny-m"), []
+    launcher = small.model.ops.launcher
+    upload = launcher.upload
+    with small.session() as session:
+        session.forward([5] * 50)
+        monkeypatch.setattr(launcher, "upload", lambda array: sizes.append(array.nbytes) or upload(array))
+        session.forward([7] * 40)
+    assert max(sizes) <= 4 * 40 and sum(sizes) <= 9 * 4 * 40
+
+
 def drafts(engine, *chooses):
     """A block for each of so many sequences, drafted together, with how often the host waited for the device."""
     launcher = engine.model.ops.launcher

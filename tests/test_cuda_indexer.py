@@ -12,7 +12,7 @@ from test_ops_backends import mistakes
 from dsv4 import formats
 from dsv4.errors import InputError
 from dsv4.ops import IndexCache, Rope, kernels
-from dsv4.ops.cuda_rows import INDEX_KERNELS
+from dsv4.ops.cuda_places import INDEX_KERNELS
 from dsv4.ops.reference import ReferenceOps
 
 REFERENCE = ReferenceOps()
@@ -24,6 +24,8 @@ CASES = [
     make.index_select(130, 4, 64, 70, 16, 64, "any"),
     make.index_select(2, 64, 128, 700, 512, 64, "any"),
     *(make.entry_places(t, n, 8) for t in (1, 130) for n in (1, 17)),
+    *(make.ring_places(t, span, 21) for t in (1, 130) for span in (1, 16)),
+    *(make.visible_places(t, n, 8) for t in (1, 130) for n in (1, 8, 37)),
 ]  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -203,6 +205,9 @@ def test_no_rows(cuda):
     assert cuda.decode_index(cache, none).shape == (0, 64) and not cache.codes.any()
     chosen = cuda.index_select(q, np.empty((0, 2), np.float32), cache, none, none, i32([[0, 1]]), 2, 5)
     assert chosen.shape == cuda.entry_places(chosen, none, i32([[0, 1]]), 2).shape == (0, 5)
+    assert cuda.ring_places(none, none, 3, 7).shape == (0, 3)
+    assert cuda.visible_places(none, 5, none, i32([[0, 1]]), 2).shape == (0, 5)
+    assert cuda.visible_places(i32([0, 0]), 0, i32([0, 0]), i32([[0, 1]]), 2).shape == (2, 0)
 
 
 @pytest.mark.emulated

@@ -43,6 +43,8 @@ CASES = [
         (8, 128, 30, 8, 8), (4, 64, 200, 16, 64), (3, 64, 100, 128, 64), (1, 32, 50, 5, 4))),
     make.index_select(13, 64, 128, 700, 512, 64, "any"),
     *(make.entry_places(t, n, 8) for t in (1, 6, 130) for n in (1, 17)),
+    *(make.ring_places(t, span, 21) for t in (1, 6, 130) for span in (1, 16)),
+    *(make.visible_places(t, n, 8) for t in (1, 6, 130) for n in (1, 8, 37)),
     *(make.best(t, vocab, kind) for t, vocab in ((1, 1), (2, 2), (1, 31), (5, 1297), (130, 640)) for kind in ("any", "ties", "wide")),
     *(make.gate(t, *shape, kind) for kind in ("bias", "plain", "fixed", "ties") for t in (1, 6, 130) for shape in (
         (18, 64, 4), (8, 256, 2), (258, 512, 8))),
@@ -302,6 +304,16 @@ class PlaceOfNone(ReferenceOps):
         return super().entry_places(np.maximum(entries, 0), *rest)
 
 
+class NothingBeforeTheStart(ReferenceOps):
+    def ring_places(self, slots, positions, span, capacity):
+        return super().ring_places(slots, positions + capacity, span, capacity)
+
+
+class AllEntriesVisible(ReferenceOps):
+    def visible_places(self, visible, n, *rest):
+        return super().visible_places(np.full_like(visible, n), n, *rest)
+
+
 class LastOfEqual(ReferenceOps):
     def best(self, logits):
         ids, lead = super().best(logits[:, ::-1])
@@ -342,6 +354,8 @@ MUTANTS = {
     PagesInOrder: make.index_select(6, 4, 64, 200, 16, 64, "any"),
     FirstSlotOnly: make.compression(9, 16, 128),
     PlaceOfNone: make.entry_places(6, 17, 8),
+    NothingBeforeTheStart: make.ring_places(6, 16, 21),
+    AllEntriesVisible: make.visible_places(6, 37, 8),
     LastOfEqual: make.best(5, 1297, "ties"),
     StreamsSummed: make.connections(3, 4, 48, 1e-6, 1e-6),
     NormWithoutEpsilon: make.rmsnorm(6, 96),

@@ -235,6 +235,18 @@ class Ops:
         """entries int32 [T, n] (−1 = none) → their cache places int32 [T, n] (−1 stays)."""
         raise NotImplementedError
 
+    # ------------------------------------------------------------------ places, from what is known of the rows
+    def ring_places(self, slots: Array, positions: Array, span: int, capacity: int) -> Array:
+        """int32 [T, span]: where each row's last `span` positions lie, its own included, ascending; −1 before position 0.
+
+        Position p of slot s lies at s · capacity + p mod capacity. slots, positions int32 [T].
+        """
+        raise NotImplementedError
+
+    def visible_places(self, visible: Array, n: int, slots: Array, pages: Array, page_entries: int) -> Array:
+        """int32 [T, n]: the cache places of entries 0 .. visible[t] − 1 (see entry_places), then −1. visible int32 [T], ≤ n."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------------ experts (§2.5)
     def gate(self, x: Array, w: Any, bias: Array | None, fixed: Array | None, tokens: Array, k: int, scale: float) -> tuple[Array, Array]:
         """Routing: x [T, d] → ids int32 [T, k] ascending, weights [T, k].

@@ -124,6 +124,16 @@ class RowsMixin:
     ) -> np.ndarray:
         return _cpu.entry_places(self.team, entries, slots, pages, page_entries)
 
+    def ring_places(self, slots: np.ndarray, positions: np.ndarray, span: int, capacity: int) -> np.ndarray:
+        seen = positions[:, None] + np.arange(1 - span, 1, dtype=np.int32)
+        return np.where(seen < 0, np.int32(-1), slots[:, None] * np.int32(capacity) + seen % np.int32(capacity))
+
+    def visible_places(
+        self, visible: np.ndarray, n: int, slots: np.ndarray, pages: np.ndarray, page_entries: int
+    ) -> np.ndarray:
+        entries = np.arange(n, dtype=np.int32)
+        return self.entry_places(np.where(entries < visible[:, None], entries, np.int32(-1)), slots, pages, page_entries)
+
     # ------------------------------------------------------------------ experts
     def gate(
         self,

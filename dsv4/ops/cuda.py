@@ -1,7 +1,7 @@
 """The CUDA backend: the kernels of cuda/, given their work by a launcher.
 
 Each family of ops has its module: cuda_dense.py (matrices and experts), cuda_rows.py (attention, compressor, indexer),
-cuda_norm.py (norms, hyper-connections, quantiser). What is here: memory. Nothing waits for the device but to_host and
+cuda_places.py (where keys lie), cuda_norm.py (norms, hyper-connections, quantiser). What is here: memory. Nothing waits for the device but to_host and
 has_nonfinite. Every sum has a fixed order, so a row's bits do not depend on the number of rows.
 """
 

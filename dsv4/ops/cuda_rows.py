@@ -1,7 +1,7 @@
 """The CUDA backend's attention side: rotation, stored keys, sparse attention, compressor and indexer.
 
-Each method launches kernels of cuda/keys.cu, attention.cu, compressor.cu and indexer.cu; what they compute is said in Ops. How
-work is cut over blocks depends on the number of rows and on the card's size; no bit of a row does.
+Each method launches kernels of cuda/keys.cu, attention.cu, compressor.cu and indexer.cu; what they compute is said in Ops. Places
+are worked out by the index functions of cuda_places.py. How work is cut over blocks depends on the number of rows and on the card's size; no bit of a row does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 
 from ..errors import InputError
 from . import IndexCache, KeyCache, Ring, Rope
-from .cuda_base import Array, CudaBase
+from .cuda_base import Array
+from .cuda_places import PlacesMixin
 
 THREADS = 256  # of a block where each thread works by itself
 WARPS = 4  # of a block where each warp does
@@ -30,7 +31,7 @@ def blocks_for(n: int, each: int) -> tuple[int]:
     return (-(-n // each),)
 
 
-class RowsMixin(CudaBase):
+class RowsMixin(PlacesMixin):
     """Ops that CudaOps inherits."""
 
     # ------------------------------------------------------------------ rotation
@@ -214,19 +215,3 @@ class RowsMixin(CudaBase):
             self.run("indexer.cu", "index_choose", (n,), (256 if most <= 4096 else 1024,), scores, visible[rows], chosen[rows],
                      i32(k), np.int64(most), defines=groups)  # fmt: skip
         return chosen
-
-    def entry_places(self, entries: Array, slots: Array, pages: Array, page_entries: int) -> Array:
-        t, n = entries.shape
-        places = self.empty((t, n), i32)
-        self.each(entry_place, t * n, entries.reshape(-1), slots, pages, places.reshape(-1), i32(n), i32(page_entries))
-        return places
-
-
-def entry_place(i: int, entries: Array, slots: Array, pages: Array, places: Array, n: int, page_entries: int) -> None:
-    """entries [T · n] of slots [T] → places [T · n]: through the slot's pages [slots, pages]; −1 stays."""
-    entry = entries[i]
-    places[i] = pages[slots[i // n], entry // page_entries] * page_entries + entry % page_entries if entry >= 0 else -1
-
-
-# What `each` runs, with numba's types of the arguments after i.
-INDEX_KERNELS = {entry_place: "int32[::1], int32[::1], int32[:,::1], int32[::1], int32, int32"}

@@ -277,6 +277,14 @@ class ReferenceOps(Ops):
         page = pages[slots[:, None], np.maximum(entries, 0) // page_entries]
         return np.where(entries < 0, -1, page * page_entries + entries % page_entries).astype(np.int32)
 
+    def ring_places(self, slots, positions, span: int, capacity: int) -> np.ndarray:
+        seen = positions[:, None] + np.arange(1 - span, 1, dtype=np.int32)
+        return np.where(seen < 0, np.int32(-1), slots[:, None] * np.int32(capacity) + seen % np.int32(capacity))
+
+    def visible_places(self, visible, n: int, slots, pages, page_entries: int) -> np.ndarray:
+        entries = np.arange(n, dtype=np.int32)
+        return self.entry_places(np.where(entries < visible[:, None], entries, np.int32(-1)), slots, pages, page_entries)
+
     # ------------------------------------------------------------------ experts
     def gate_scores(self, x: np.ndarray, w: Matrix) -> np.ndarray:
         """sqrt(softplus(w x)), float32 [T, experts]."""
