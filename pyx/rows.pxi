@@ -110,7 +110,7 @@ def act_quant(Team team, x):
     a.x, a.rows, a.dim = <float *>xs.data, xs.shape[0], xs.shape[1]
     out = empty((a.rows, a.dim), float32)
     a.out = <float *>take(out, c"f", xs.shape[0] * xs.shape[1], True)
-    team.run(team.kernels.act_quant, &a, team.share(25.0 * a.rows * a.dim))
+    team.run(team.kernels.act_quant, &a, team.share(8.0 * a.rows * a.dim))
     return out
 
 
@@ -167,7 +167,7 @@ def hc_pre(Team team, h, hc, norm, float norm_eps, bint head):
         post, comb = empty((a.rows, a.streams), float32), empty((a.rows, a.streams, a.streams), float32)
         a.post = <float *>take(post, c"f", <Py_ssize_t>a.rows * a.streams, True)
         a.comb = <float *>take(comb, c"f", <Py_ssize_t>a.rows * a.streams * a.streams, True)
-    team.run(team.kernels.hc_pre, &a, team.share((outputs + 2.0) * a.rows * a.streams * a.dim))
+    team.run(team.kernels.hc_pre, &a, team.share((outputs + 2.0) / 3 * a.rows * a.streams * a.dim))
     return u if head else (u, post, comb)
 
 
@@ -184,7 +184,7 @@ def hc_post(Team team, y, h, post, comb):
     a.comb = <float *>take(comb, c"f", hs.shape[0] * hs.shape[1] * hs.shape[1])
     out = empty((a.rows, a.streams, a.dim), float32)
     a.out = <float *>take(out, c"f", hs.shape[0] * hs.shape[1] * hs.shape[2], True)
-    team.run(team.kernels.hc_post, &a, team.share((a.streams + 4.0) * a.rows * a.streams * a.dim))
+    team.run(team.kernels.hc_post, &a, team.share(4.0 * a.rows * a.streams * a.dim))
     return out
 
 
@@ -196,7 +196,7 @@ def mean_streams(Team team, h):
     a.h, a.rows, a.streams, a.dim = <float *>hs.data, hs.shape[0], hs.shape[1], hs.shape[2]
     out = empty((a.rows, a.dim), float32)
     a.out = <float *>take(out, c"f", hs.shape[0] * hs.shape[2], True)
-    team.run(team.kernels.mean_streams, &a, team.share(4.0 * a.rows * a.streams * a.dim))
+    team.run(team.kernels.mean_streams, &a, team.share(2.0 * a.rows * a.streams * a.dim))
     return out
 
 
@@ -211,7 +211,7 @@ def rope_angles(Team team, positions, theta):
     cos, sin = empty((a.rows, a.pairs), float32), empty((a.rows, a.pairs), float32)
     a.cos = <float *>take(cos, c"f", ps.shape[0] * ts.shape[0], True)
     a.sin = <float *>take(sin, c"f", ps.shape[0] * ts.shape[0], True)
-    team.run(team.kernels.rope_angles, &a, team.share(80.0 * a.rows * a.pairs))
+    team.run(team.kernels.rope_angles, &a, team.share(40.0 * a.rows * a.pairs))
     return cos, sin
 
 
@@ -248,7 +248,7 @@ def encode_keys(Team team, k, norm, angles, cache, where, float eps):
         look_rope(&a.rope, angles, ks.shape[0])
         if 2 * a.rope.pairs > a.cache.dim:
             raise InputError(f"rope: expected at most {a.cache.dim} rotated dims, found {2 * a.rope.pairs}")
-    team.run(team.kernels.encode_keys, &a, team.share(30.0 * a.rows * a.cache.dim))
+    team.run(team.kernels.encode_keys, &a, team.share(12.0 * a.rows * a.cache.dim))
 
 
 def decode_keys(Team team, cache, where):

@@ -124,6 +124,7 @@ static void hc_gates_any(const struct hc_pre_args *a, int64_t t, int count, floa
 {
     int m = a->streams;
     if (m == 4 && count == 1) hc_gates(a, t, 1, pre, 4, 1); /* the usual number of streams, unrolled */
+    else if (m == 4 && count <= 4) hc_gates(a, t, count, pre, 4, 4);
     else if (m == 4) hc_gates(a, t, count, pre, 4, HC_LANES);
     else hc_gates(a, t, count, pre, m, HC_LANES);
 }
@@ -137,8 +138,7 @@ static void FN(hc_pre)(void *args, int tid, int n)
     team_barrier(n);
     team_share(a->rows, tid, n, &from, &to);
     for (int64_t t = from; t < to;) {
-        /* sixteen lanes cost as much as some three single rows */
-        int count = to - t < 3 ? 1 : to - t < HC_LANES ? (int)(to - t) : HC_LANES;
+        int count = to - t < HC_LANES ? (int)(to - t) : HC_LANES;
         hc_gates_any(a, t, count, pre);
         for (int w = 0; w < count; w++) hc_combine(a, t + w, pre + w * a->streams);
         t += count;

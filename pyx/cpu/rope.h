@@ -45,7 +45,13 @@ static void FN(rope_angles)(void *args, int tid, int n)
 static inline void rotate_pairs(float *restrict x, const float *restrict cos, const float *restrict sin, int pairs,
                                 float direction)
 {
-    for (int i = 0; i < pairs; i++) {
+    int i = 0;
+    for (; i + 16 <= pairs; i += 16) {
+        v16 even, odd, c = v16_load(cos + i), s = v16_mul(v16_load(sin + i), v16_set1(direction));
+        v16_deinterleave(x + 2 * i, &even, &odd);
+        v16_interleave(v16_sub(v16_mul(even, c), v16_mul(odd, s)), v16_add(v16_mul(even, s), v16_mul(odd, c)), x + 2 * i);
+    }
+    for (; i < pairs; i++) {
         float even = x[2 * i], odd = x[2 * i + 1], s = sin[i] * direction;
         x[2 * i] = even * cos[i] - odd * s;
         x[2 * i + 1] = even * s + odd * cos[i];

@@ -231,6 +231,15 @@ static inline void v16_deinterleave(const float *p, v16 *even, v16 *odd)
     *even = (v16){v16_pick(x.a, x.b, 0), v16_pick(y.a, y.b, 0)};
     *odd = (v16){v16_pick(x.a, x.b, 1), v16_pick(y.a, y.b, 1)};
 }
+static inline void v16_interleave(v16 even, v16 odd, float *p)
+{
+    const __m256 e[2] = {even.a, even.b}, o[2] = {odd.a, odd.b};
+    for (int i = 0; i < 2; i++) {
+        const __m256 low = _mm256_unpacklo_ps(e[i], o[i]), high = _mm256_unpackhi_ps(e[i], o[i]);
+        _mm256_storeu_ps(p + 16 * i, _mm256_permute2f128_ps(low, high, 0x20));
+        _mm256_storeu_ps(p + 16 * i + 8, _mm256_permute2f128_ps(low, high, 0x31));
+    }
+}
 
 #undef BINARY
 #undef BINARYI

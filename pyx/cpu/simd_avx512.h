@@ -51,6 +51,23 @@ static inline void v16_sum4(v16 a, v16 b, v16 c, v16 d, float *sums)
     t = _mm512_add_ps(t, _mm512_permute_ps(t, 0xb1));
     _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, t)));
 }
+#define V16_SUM16
+/* v16_sum of each of sixteen, in their order: fewer steps than four times v16_sum4 */
+static inline v16 v16_sum16(const v16 *x)
+{
+    v16 t[4], u[2];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) { /* four lanes of x[j], of x[4 + j], .. */
+        const v16 a = x[j], b = x[4 + j], c = x[8 + j], d = x[12 + j];
+        const v16 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        const v16 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+        t[j] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    }
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++)
+        u[j] = _mm512_add_ps(_mm512_shuffle_ps(t[2 * j], t[2 * j + 1], 0x44), _mm512_shuffle_ps(t[2 * j], t[2 * j + 1], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_ps(u[0], u[1], 0x88), _mm512_shuffle_ps(u[0], u[1], 0xdd));
+}
 static inline float v16_hmax(v16 x)
 {
     __m256 a = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
@@ -164,4 +181,10 @@ static inline void v16_deinterleave(const float *p, v16 *even, v16 *odd)
     __m512 x = _mm512_loadu_ps(p), y = _mm512_loadu_ps(p + 16);
     *even = _mm512_permutex2var_ps(x, index, y);
     *odd = _mm512_permutex2var_ps(x, _mm512_add_epi32(index, _mm512_set1_epi32(1)), y);
+}
+static inline void v16_interleave(v16 even, v16 odd, float *p)
+{
+    const __m512i index = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    _mm512_storeu_ps(p, _mm512_permutex2var_ps(even, index, odd));
+    _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(even, _mm512_add_epi32(index, _mm512_set1_epi32(8)), odd));
 }

@@ -186,6 +186,14 @@ static inline void v16_deinterleave(const float *p, v16 *even, v16 *odd)
         odd->f[l] = p[2 * l + 1];
     }
 }
+/* p[2l] = even[l], p[2l + 1] = odd[l] */
+static inline void v16_interleave(v16 even, v16 odd, float *p)
+{
+    EACH {
+        p[2 * l] = even.f[l];
+        p[2 * l + 1] = odd.f[l];
+    }
+}
 
 #undef EACH
 #undef UNARY
