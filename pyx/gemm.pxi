@@ -148,6 +148,10 @@ def swiglu(Team team, g, u, weight, float limit):
     return y
 
 
+cdef enum:
+    JOBS = 8  # of a thread, at least, where experts have the rows for it
+
+
 cdef class MoeScratch:
     """The work areas of one moe call, in one allocation."""
 
@@ -158,13 +162,18 @@ cdef class MoeScratch:
     cdef int32_t *row
     cdef float *weight
     cdef int64_t *count
+    cdef int64_t most  # entries of one use
 
     def __cinit__(self, Bank bank, int64_t rows, int64_t k, int slices, int threads):
-        cdef int64_t entries = rows * (k + 1), total = 0
+        cdef int64_t entries = rows * (k + 1), total = 0, uses
+        # Where there are few jobs, experts of many rows are several uses, or threads wait for whoever has the largest.
+        cdef bint few = (bank.experts + 1) * ((bank.inner + 127) // 128) < JOBS * threads and threads > 1
+        self.most = max(16, (entries // (JOBS * threads) + 7) // 8 * 8) if few else entries
+        uses = bank.experts + 1 + entries // self.most
         cdef int64_t[9] sizes = [
             4 * rows * bank.dim, 4 * rows * to_64(bank.dim) if bank.any_fp4 else 0, 4 * entries * to_64(bank.inner),
-            4 * MOE_WIDTH * threads * slices * rows, 4 * (bank.experts + 1), 8 * (bank.experts + 2), 4 * entries,
-            4 * entries, 8 * bank.experts,
+            4 * MOE_WIDTH * threads * slices * rows, 4 * uses, 8 * (uses + 1), 4 * entries, 4 * entries,
+            8 * bank.experts,
         ]
         cdef int64_t[9] at
         for i in range(9):
@@ -199,24 +208,29 @@ cdef class MoeScratch:
         for e in range(experts):
             entries = self.count[e]
             self.count[e] = at
-            if entries:
-                self.expert[uses] = <int32_t>e
-                self.first[uses] = at
-                uses += 1
-                at += entries
+            uses = self.use(uses, e, at, entries)
+            at += entries
         for i in range(rows * k):
             e = self.count[ids[i]]
             self.count[ids[i]] += 1
             self.row[e] = <int32_t>(i // k)
             self.weight[e] = weights[i]
-        self.expert[uses] = experts
-        self.first[uses] = at
         for i in range(rows):
             self.row[at + i] = <int32_t>i
             self.weight[at + i] = 1.0
-        self.first[uses + 1] = at + rows
-        self.a.uses = uses + 1
+        self.a.uses = self.use(uses, experts, at, rows)
+        self.first[self.a.uses] = at + rows
         return True
+
+    cdef int64_t use(self, int64_t uses, int64_t expert, int64_t at, int64_t entries) noexcept nogil:
+        """Adds the uses of one expert, whose entries begin `at`; how many there are now."""
+        cdef int64_t end = at + entries
+        while at < end:
+            self.expert[uses] = <int32_t>expert
+            self.first[uses] = at
+            at += self.most
+            uses += 1
+        return uses
 
 
 def moe(Team team, x, ids, weights, Bank bank, float limit, int slices):

@@ -36,7 +36,6 @@ INLINE void dot_step(const float *a, int64_t lda, const float *b, int64_t ldb, i
 INLINE void dot_block(const float *a, int64_t lda, const float *b, int64_t ldb, int n, float *out, int64_t ldo,
                       const int na, const int nb)
 {
-    const int fours = na * nb / 4 * 4;
     for (int start = 0; start < n; start += CHUNK) {
         int end = n - start < CHUNK ? n : start + CHUNK, k = start;
         v16 acc[DOT_A * DOT_B];
@@ -45,10 +44,7 @@ INLINE void dot_block(const float *a, int64_t lda, const float *b, int64_t ldb, 
         for (int i = 0; i < na * nb; i++) acc[i] = v16_zero();
         for (; k + 16 <= end; k += 16) dot_step(a + k, lda, b + k, ldb, 0, acc, na, nb);
         if (k < end) dot_step(a + k, lda, b + k, ldb, end - k, acc, na, nb);
-#pragma GCC unroll 4
-        for (int i = 0; i < fours; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
-#pragma GCC unroll 4
-        for (int i = fours; i < na * nb; i++) sum[i] = v16_sum(acc[i]);
+        FN(sums)(acc, na * nb, sum);
         for (int i = 0; i < na; i++)
             for (int j = 0; j < nb; j++) {
                 float *to = out + i * ldo + j;

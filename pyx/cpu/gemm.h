@@ -17,6 +17,8 @@
 #define BLOCK 64                   /* rows computed together */
 #define MAX_SLICES 8
 #define FEW (3 * V16_ROWS)         /* up to so many rows, weights are decoded in registers */
+#define NEAR (512 << 10) /* bytes of weights that every thread's own cache holds: threads then share the rows, as all */
+#define ROWS_EACH 8      /* kernels of rows do, so that a row stays with its thread; of fewer rows they share outputs */
 #define INLINE static inline __attribute__((always_inline))
 
 /* n a multiple of 32: of each 32 the even ones, then the odd ones */
@@ -49,6 +51,33 @@ static void FN(quads)(const float *x, float *y, int64_t rows, int64_t k)
             v16_deinterleave(odd, &q[1], &q[3]);
             for (int i = 0; i < 4; i++) v16_store(y + 16 * i, q[i]);
         }
+}
+
+/* The sums of n accumulators, n <= 16. */
+INLINE void FN(sums)(const v16 *acc, const int n, float *sum)
+{
+    int i = 0;
+#ifdef V16_SUM16
+    if (n == 16) {
+        v16_store(sum, v16_sum16(acc));
+        return;
+    }
+#endif
+#pragma GCC unroll 4
+    for (; i + 4 <= n; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
+#pragma GCC unroll 4
+    for (; i < n; i++) sum[i] = v16_sum(acc[i]);
+}
+
+/* to [count] += sum, or begun with it. */
+INLINE void FN(add_sums)(float *to, const float *sum, const int count, int first)
+{
+    if (first) {
+        memcpy(to, sum, sizeof(float) * (size_t)count);
+        return;
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < count; j++) to[j] += sum[j];
 }
 
 /* Forms of weights: as stored, or floats of an FP4 tile, still without scales. */
@@ -196,7 +225,7 @@ INLINE void FN(dot)(const int form, const int R, const int C, const uint8_t *con
         }
         FN(advance)(form, R, C, w, s, v, acc);
     }
-    for (int i = 0; i < R * C; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
+    FN(sums)(acc, R * C, sum);
 }
 
 /* Sums over one chunk of up to V16_MANY rows; x of the rows beyond is there. Returns how many outputs it did. */
@@ -332,17 +361,6 @@ static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float
         chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * TILE_STRIDE);
 }
 
-/* to [count] += sum, or begun with it. */
-INLINE void FN(add_sums)(float *to, const float *sum, const int count, int first)
-{
-    if (first) {
-        memcpy(to, sum, sizeof(float) * (size_t)count);
-        return;
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < count; j++) to[j] += sum[j];
-}
-
 /* Adds one chunk of a strip to sums [row][STRIP], or begins them, up to a multiple of four; x[row] + at are its inputs. */
 static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *const *x, int64_t at, int rows,
                           int64_t len, int first, float *sums)
@@ -403,27 +421,41 @@ static inline v16 FN(tree)(const float *p, int64_t stride, int slices)
     return v[0];
 }
 
+/* One strip of a group's outputs for `rows` rows from t0 on. */
+static void FN(linear_strip)(const struct linear_args *a, const struct route *route, int64_t t0, int rows,
+                             int64_t group, int64_t strip)
+{
+    const int64_t width = a->w->n / a->groups, n0 = group * width + strip * STRIP;
+    const int nn = (int)(width - strip * STRIP < STRIP ? width - strip * STRIP : STRIP);
+    float sums[MAX_SLICES * BLOCK * STRIP];
+    const float *x[BLOCK] = {NULL};
+    for (int r = 0; r < rows; r++) x[r] = a->x + ((t0 + r) * a->groups + group) * a->stride;
+    FN(strip)(a->w, route, n0, nn, x, rows, a->slices, sums);
+    for (int r = 0; r < rows; r++)
+        v16_store_n(a->y + (t0 + r) * a->w->n + n0, FN(tree)(sums + r * STRIP, rows * STRIP, a->slices), nn);
+}
+
 static void FN(linear)(void *args, int tid, int n)
 {
     const struct linear_args *a = args;
     const struct matrix *w = a->w;
     const int64_t width = w->n / a->groups, strips = (width + STRIP - 1) / STRIP;
     const int64_t blocks = (a->rows + BLOCK - 1) / BLOCK;
-    float sums[MAX_SLICES * BLOCK * STRIP];
-    int64_t first, last;
-    team_share(a->groups * strips * blocks, tid, n, &first, &last);
     struct route route = {w->n, 0, NULL};
+    int64_t first, last;
+    if (a->rows >= ROWS_EACH * n && w->n * w->weight_stride <= NEAR) {
+        team_share(a->rows, tid, n, &first, &last);
+        for (int64_t t0 = first; t0 < last; t0 += BLOCK)
+            for (int64_t job = 0; job < a->groups * strips; job++)
+                FN(linear_strip)(a, &route, t0, (int)(last - t0 < BLOCK ? last - t0 : BLOCK), job / strips, job % strips);
+        return;
+    }
+    team_share(a->groups * strips * blocks, tid, n, &first, &last);
     if (blocks == 1) route.end = (last - 1) / strips * width + ((last - 1) % strips + 1) * STRIP;
     for (int64_t job = first; job < last; job++) {
         /* all strips of a block of rows in turn: its inputs stay in the cache */
-        const int64_t block = job / strips / a->groups, group = job / strips % a->groups, strip = job % strips;
-        const int64_t t0 = block * BLOCK, n0 = group * width + strip * STRIP;
-        const int rows = (int)(a->rows - t0 < BLOCK ? a->rows - t0 : BLOCK);
-        const int nn = (int)(width - strip * STRIP < STRIP ? width - strip * STRIP : STRIP);
-        const float *x[BLOCK];
-        for (int r = 0; r < rows; r++) x[r] = a->x + ((t0 + r) * a->groups + group) * a->stride;
-        FN(strip)(w, &route, n0, nn, x, rows, a->slices, sums);
-        for (int r = 0; r < rows; r++)
-            v16_store_n(a->y + (t0 + r) * w->n + n0, FN(tree)(sums + r * STRIP, rows * STRIP, a->slices), nn);
+        const int64_t t0 = job / strips / a->groups * BLOCK;
+        FN(linear_strip)(a, &route, t0, (int)(a->rows - t0 < BLOCK ? a->rows - t0 : BLOCK), job / strips % a->groups,
+                         job % strips);
     }
 }

@@ -90,15 +90,9 @@ INLINE void FN(codes_dot)(const int R, const int C, const uint8_t *const *weight
             FN(codes_step)(R, C, &t, weight, x, k + i + 64 * half, acc);
         }
     }
-#pragma GCC unroll 4
-    for (int i = 0; i + 4 <= R * C; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
+    FN(sums)(acc, R * C, sum);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) {
-            float *to = sums + r * STRIP + c;
-            *to = first ? sum[r * C + c] : *to + sum[r * C + c];
-        }
+    for (int r = 0; r < R; r++) FN(add_sums)(sums + r * STRIP, sum + r * C, C, first);
 }
 
 #define CODES_CASE(R, C) \

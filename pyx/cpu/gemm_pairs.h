@@ -98,18 +98,9 @@ INLINE void FN(pairs_dot)(const int R, const int C, const struct FN(four) *f, co
     for (int i = 0; i < R * C; i++) acc[i] = _mm512_setzero_ps();
     for (int64_t k = 0; k < len; k += 512)
         FN(pairs_some)(R, C, f, c0, x, k0, k, (int)(len - k < 512 ? len - k : 512), acc);
-    int i = 0;
-#pragma GCC unroll 4
-    for (; i + 4 <= R * C; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
-#pragma GCC unroll 4
-    for (; i < R * C; i++) sum[i] = v16_sum(acc[i]);
+    FN(sums)(acc, R * C, sum);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) {
-            float *to = sums + r * STRIP + c;
-            *to = first ? sum[r * C + c] : *to + sum[r * C + c];
-        }
+    for (int r = 0; r < R; r++) FN(add_sums)(sums + r * STRIP, sum + r * C, C, first);
 }
 
 /* Outputs n .. n+3 (`last` the last there is) for R rows, and k0 .. k1−1 of every slice; `more` outputs after them is
@@ -174,9 +165,10 @@ INLINE void FN(pairs_slices)(const int R, const struct matrix *w, const struct r
             FN(pairs_step)(R, 4, weight, k / 2 + 32, 0, own, which, x, k + 64, acc);
             which = _mm512_add_epi32(which, two);
         }
+        float sum[16];
+        FN(sums)(acc, R * 4, sum);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
-            v16_sum4(acc[4 * r], acc[4 * r + 1], acc[4 * r + 2], acc[4 * r + 3], sums + r * STRIP);
+        for (int r = 0; r < R; r++) FN(add_sums)(sums + r * STRIP, sum + r * 4, 4, 1);
     }
 }
 
