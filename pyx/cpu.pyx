@@ -79,7 +79,8 @@ cdef extern from "kernels.h" nogil:
         team_fn swiglu
         team_fn moe
         team_fn embed, act_quant, rmsnorm, hc_pre, hc_post, mean_streams, rope_angles, rotate, encode_keys, decode_keys
-        team_fn attend, compress_store, compress_pool, index_quant, decode_index, index_select, entry_places, gate, nonfinite
+        team_fn attend, compress_store, compress_pool, index_quant, decode_index, index_select, entry_places
+        team_fn ring_places, visible_places, gate, best, nonfinite
         void (*quads)(const float *x, float *y, int64_t rows, int64_t k) noexcept nogil
         const kernels *plain
     const kernels *kernels_find(const char *isa)

@@ -430,6 +430,48 @@ def entry_places(Team team, entries, slots, pages, int page_entries):
     return out
 
 
+def ring_places(Team team, slots, positions, int span, int capacity):
+    """Ops.ring_places."""
+    cdef ring_places_args a
+    cdef Array ps
+    look(&ps, positions, c"i", 1)
+    a.positions, a.rows, a.span, a.capacity = <int32_t *>ps.data, ps.shape[0], span, capacity
+    a.slots = <int32_t *>take(slots, c"i", ps.shape[0])
+    if span < 0 or capacity < 1:
+        raise InputError(f"places: expected a span from 0 and a capacity from 1, found {span} and {capacity}")
+    out = empty((a.rows, span), int32)
+    a.out = <int32_t *>take(out, c"i", ps.shape[0] * span, True)
+    team.run(team.kernels.ring_places, &a, team.share(4.0 * a.rows * span))
+    return out
+
+
+def visible_places(Team team, visible, int n, slots, pages, int page_entries):
+    """Ops.visible_places."""
+    cdef visible_places_args a
+    cdef Array vs, ps
+    look(&vs, visible, c"i", 1)
+    look(&ps, pages, c"i", 2)
+    a.visible, a.pages, a.slots = <int32_t *>vs.data, <int32_t *>ps.data, <int32_t *>take(slots, c"i", vs.shape[0])
+    a.rows, a.count, a.slot_pages, a.page_entries = vs.shape[0], n, ps.shape[1], page_entries
+    out = empty((a.rows, n), int32)
+    a.out = <int32_t *>take(out, c"i", vs.shape[0] * n, True)
+    team.run(team.kernels.visible_places, &a, team.share(40.0 * a.rows * n))
+    return out
+
+
+# ---------------------------------------------------------------------- results
+def best(Team team, logits):
+    """Ops.best → (ids, lead)."""
+    cdef best_args a
+    cdef Array ls
+    look(&ls, logits, c"f", 2)
+    a.logits, a.rows, a.vocab = <float *>ls.data, ls.shape[0], ls.shape[1]
+    ids, lead = empty(a.rows, int32), empty(a.rows, float32)
+    a.ids, a.lead = <int32_t *>take(ids, c"i", a.rows, True), <float *>take(lead, c"f", a.rows, True)
+    team.run(team.kernels.best, &a, team.share(<double>ls.shape[0] * ls.shape[1]))
+    return ids, lead
+
+
 # ---------------------------------------------------------------------- experts
 def gate(Team team, x, Matrix w, bias, fixed, tokens, int k, float scale):
     """Ops.gate → (ids, weights)."""

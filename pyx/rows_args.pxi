@@ -163,6 +163,25 @@ cdef extern from "kernels.h" nogil:
         int32_t *out
         int rows, count, slot_pages, page_entries
 
+    struct ring_places_args:
+        const int32_t *slots
+        const int32_t *positions
+        int32_t *out
+        int rows, span, capacity
+
+    struct visible_places_args:
+        const int32_t *visible
+        const int32_t *slots
+        const int32_t *pages
+        int32_t *out
+        int rows, count, slot_pages, page_entries
+
+    struct best_args:
+        const float *logits
+        int32_t *ids
+        float *lead
+        int rows, vocab
+
     struct gate_args:
         const float *logits
         const float *bias

@@ -245,7 +245,30 @@ static int entry_places_case(int rows, int count)
     return EVERYWHERE(entry_places, a, {out, 4LL * rows * count});
 }
 
+static int ring_places_case(int rows, int span)
+{
+    int32_t *out = block(4LL * rows * span, 4);
+    struct ring_places_args a = {integers(rows, 0, 3), integers(rows, 0, 40), out, rows, span, 13};
+    return EVERYWHERE(ring_places, a, {out, 4LL * rows * span});
+}
+
+static int visible_places_case(int rows, int count)
+{
+    int32_t *out = block(4LL * rows * count, 4);
+    struct visible_places_args a = {integers(rows, 0, count + 1), integers(rows, 0, 2), integers(2 * 3, 0, 9), out,
+                                    rows, count, 3, 8};
+    return EVERYWHERE(visible_places, a, {out, 4LL * rows * count});
+}
+
 /* ------------------------------------------------------------------ routing */
+static int best_case(int rows, int vocab)
+{
+    int32_t *ids = block(4LL * rows, 4);
+    float *lead = block(4LL * rows, 4);
+    struct best_args a = {numbers((int64_t)rows * vocab), ids, lead, rows, vocab};
+    return EVERYWHERE(best, a, {ids, 4LL * rows}, {lead, 4LL * rows});
+}
+
 /* By scores, with a bias or without, or fixed by the token. */
 static int gate_case(int rows, int experts, int k, int biased, int fixed)
 {
@@ -306,6 +329,10 @@ static int choices(int rows, int turn)
     TRY(decode_index_case(rows, dim));
     for (int by_entries = 0; by_entries < 2; by_entries++) TRY(index_select_case(rows, 1 + turn % 6, dim, by_entries));
     TRY(entry_places_case(rows, turn % 7));
+    TRY(ring_places_case(rows, 1 + turn % 20));
+    TRY(visible_places_case(rows, turn % 24));
+    TRY(best_case(rows, 1 + turn % 50));
+    TRY(best_case(rows, 1020 + turn % 50));
     for (int way = 0; way < 3; way++) TRY(gate_case(rows, experts, 1 + turn % experts, way == 1, way == 2));
     return total;
 }

@@ -29,13 +29,7 @@ class RowsMixin:
         return _cpu.rmsnorm(self.team, x, w, eps)
 
     def best(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids = logits.argmax(axis=1)  # the first NaN where there is one
-        lead = np.full(len(logits), np.nan, np.float32)
-        with np.errstate(over="ignore"):
-            for t, (row, best) in enumerate(zip(logits, ids)):
-                if np.isfinite(row[best]) and np.isfinite(row.min()):
-                    lead[t] = row[best] - max(row[:best].max(initial=-np.inf), row[best + 1 :].max(initial=-np.inf))
-        return ids.astype(np.int32), lead
+        return _cpu.best(self.team, logits)
 
     # ------------------------------------------------------------------ hyper-connections
     def hc_pre(self, h: np.ndarray, hc: Any) -> tuple[np.ndarray, Mix]:
@@ -125,14 +119,12 @@ class RowsMixin:
         return _cpu.entry_places(self.team, entries, slots, pages, page_entries)
 
     def ring_places(self, slots: np.ndarray, positions: np.ndarray, span: int, capacity: int) -> np.ndarray:
-        seen = positions[:, None] + np.arange(1 - span, 1, dtype=np.int32)
-        return np.where(seen < 0, np.int32(-1), slots[:, None] * np.int32(capacity) + seen % np.int32(capacity))
+        return _cpu.ring_places(self.team, slots, positions, span, capacity)
 
     def visible_places(
         self, visible: np.ndarray, n: int, slots: np.ndarray, pages: np.ndarray, page_entries: int
     ) -> np.ndarray:
-        entries = np.arange(n, dtype=np.int32)
-        return self.entry_places(np.where(entries < visible[:, None], entries, np.int32(-1)), slots, pages, page_entries)
+        return _cpu.visible_places(self.team, visible, n, slots, pages, page_entries)
 
     # ------------------------------------------------------------------ experts
     def gate(

@@ -8,4 +8,6 @@
 #include "attention.h"
 #include "compressor.h"
 #include "indexer.h"
+#include "places.h"
 #include "gate.h"
+#include "best.h"

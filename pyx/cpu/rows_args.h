@@ -107,6 +107,16 @@ struct entry_places_args {
     int rows, count, slot_pages, page_entries;
 };
 
+struct ring_places_args { const int32_t *slots, *positions; int32_t *out; int rows, span, capacity; };
+
+struct visible_places_args {
+    const int32_t *visible, *slots, *pages;
+    int32_t *out;
+    int rows, count, slot_pages, page_entries;
+};
+
+struct best_args { const float *logits; int32_t *ids; float *lead; int rows, vocab; };
+
 struct gate_args {
     const float *logits, *bias;
     const int64_t *fixed;
