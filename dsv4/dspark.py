@@ -90,9 +90,12 @@ class Draft(Model):
 
     def prime(self, pool: Pool, spans: Sequence[Span]) -> None:
         """Write every stage's keys of committed positions from their kept main hidden. Each slot in one span only."""
-        ops, draft, eps = self.ops, self.weights.draft, self.config.rms_norm_eps
         parts = [Rows.of(slot, start, np.zeros(stop - start, np.int32), "none") for slot, start, stop in spans]
-        step = Step(ops, pool, Rows.pack(parts))
+        for rows in Rows.pack(parts).cut(pool.headroom):
+            self._prime(pool, Step(self.ops, pool, rows))
+
+    def _prime(self, pool: Pool, step: Step) -> None:
+        ops, draft, eps = self.ops, self.weights.draft, self.config.rms_norm_eps
         x = ops.linear(ops.act_quant(pool.hidden[step.window_where]), draft.main_proj)
         xq = ops.act_quant(ops.rmsnorm(x, draft.main_norm, eps))
         for stage, state in zip(draft.stages, pool.stages):

@@ -51,6 +51,7 @@ def load_model(
         headroom=headroom,
         available=psutil.virtual_memory().available // on_host if room is None else room,
         stages=stages,
+        step=partial(ops.step_bytes, config, split, headroom),
         **experts.planned if experts else {},
     )
     identity = checkpoint.identity
@@ -75,13 +76,17 @@ def load_model(
     pool = CrewPool(
         crew, ops, config, slots=run.max_sessions, max_context=plan.max_context, headroom=headroom, stages=stages
     )
+    ops.reserve(plan.step)
     return {"model": model, "pool": pool, "run": run, "plan": plan, "identity": identity, "tokenizer": tokenizer,
             "crew": crew}  # fmt: skip
 
 
-def _plan(run: RunConfig, config: ModelConfig, **sizes: int) -> MemoryPlan:
-    """The memory plan; raises CapacityError where the state does not fit."""
-    plan_for = partial(make_plan, config, max_sessions=run.max_sessions, **sizes)
-    plan = plan_for(max_context=run.context(config))
-    check_plan(plan, lambda context: plan_for(max_context=context))
+def _plan(run: RunConfig, config: ModelConfig, step: Callable[[int], int], **sizes: int) -> MemoryPlan:
+    """The memory plan; raises CapacityError where the state does not fit. step(max_context) → bytes of a step's arrays."""
+
+    def plan_for(context: int) -> MemoryPlan:
+        return make_plan(config, max_sessions=run.max_sessions, max_context=context, step=step(context), **sizes)
+
+    plan = plan_for(run.context(config))
+    check_plan(plan, plan_for)
     return plan

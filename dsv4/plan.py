@@ -26,6 +26,7 @@ class MemoryPlan:
     max_sessions: int
     expert_cache: int = 0  # slots of resident experts, where the backend computes
     staging: int = 0  # buffers on the host that they come through
+    step: int = 0  # arrays of one forward, where the backend has memory of its own: Ops.step_bytes
 
     @property
     def state(self) -> int:
@@ -37,7 +38,7 @@ class MemoryPlan:
     @property
     def needed(self) -> int:
         """All that is allocated."""
-        return self.state + self.expert_cache + self.staging
+        return self.state + self.expert_cache + self.staging + self.step
 
 
 PAGE_POSITIONS = 256  # at least
@@ -71,10 +72,11 @@ def make_plan(
     stages: int = 0,
     expert_cache: int = 0,
     staging: int = 0,
+    step: int = 0,
 ) -> MemoryPlan:
     """Bytes that `max_sessions` sequences of `max_context` positions take at most, with so many draft stages.
 
-    expert_cache, staging: bytes for experts, which depend on none of these.
+    expert_cache, staging, step: as in MemoryPlan.
     """
     windows = rows = entries = index_keys = draft = 0
     if stages:
@@ -92,7 +94,7 @@ def make_plan(
         entries += paged // ratio * key_bytes(config)
         index_keys += paged // ratio * index_key_bytes(config) if ratio == 4 else 0
     parts = (part * max_sessions for part in (windows, rows, entries, index_keys, draft))
-    return MemoryPlan(weights, *parts, available, max_context, max_sessions, expert_cache, staging)
+    return MemoryPlan(weights, *parts, available, max_context, max_sessions, expert_cache, staging, step)
 
 
 def check_plan(plan: MemoryPlan, at: Callable[[int], MemoryPlan]) -> None:
@@ -102,16 +104,18 @@ def check_plan(plan: MemoryPlan, at: Callable[[int], MemoryPlan]) -> None:
     """
     if plan.needed <= plan.available:
         return
-    if plan.state <= plan.available:
+    always = plan.state + plan.step
+    what = "state and a step's arrays" if plan.step else "state"
+    if always <= plan.available:
         raise CapacityError(
-            f"memory: expected at most {(plan.available - plan.state) / 1e9:.2f} GB for experts beside "
-            f"{plan.state / 1e9:.2f} GB of state, found a need of {(plan.needed - plan.state) / 1e9:.2f} GB "
+            f"memory: expected at most {(plan.available - always) / 1e9:.2f} GB for experts beside "
+            f"{always / 1e9:.2f} GB of {what}, found a need of {(plan.needed - always) / 1e9:.2f} GB "
             "(set a smaller expert cache)"
         )
     fits = bisect_right(range(1, plan.max_context), plan.available, key=lambda context: at(context).needed)
     hint = f"a context of {fits} would fit" if fits else "no context fits with so many sessions of such chunks"
     raise CapacityError(
-        f"memory: expected at most {plan.available / 1e9:.2f} GB for the state of {plan.max_sessions} session(s) of "
-        f"{plan.max_context} positions, found a need of {plan.state / 1e9:.2f} GB; {hint} "
+        f"memory: expected at most {plan.available / 1e9:.2f} GB for the {what} of {plan.max_sessions} session(s) of "
+        f"{plan.max_context} positions, found a need of {always / 1e9:.2f} GB; {hint} "
         "(set max_context, max_sessions or chunk)"
     )

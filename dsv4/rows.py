@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,12 @@ class Rows:
         if wanted == "none":
             return np.zeros(0, np.int64)
         raise InputError(f"wanted: expected last, all, none or row numbers; found {wanted!r}")
+
+    def cut(self, most: int) -> Iterator[Rows]:
+        """These rows, so many at a time; none of them wanted."""
+        for start in range(0, len(self), most):
+            part = slice(start, start + most)
+            yield Rows(self.tokens[part], self.slots[part], self.positions[part], np.zeros(0, np.int64))
 
     @classmethod
     def pack(cls, parts: list[Rows]) -> Rows:

@@ -257,10 +257,15 @@ def prime_all(sessions: Sequence[Session]) -> None:
 
 
 def draft_all(parts: Sequence[tuple[Session, int, Choose]], logits: bool = False) -> list[Drafted | Exception]:
-    """Session.draft of some sessions in one pass: (session, token, choose) → its block, or what its choice raised."""
+    """Session.draft of some sessions in one pass: (session, token, choose) → its block, or what its choice raised.
+
+    In several where the blocks have more rows than the pool's head-room.
+    """
     prime_all([session for session, _, _ in parts])
     asks = [Ask(session.slot, session.position, token, choose, logits) for session, token, choose in parts]
-    return parts[0][0].engine.draft_blocks(asks)
+    engine = parts[0][0].engine
+    most = max(1, engine.pool.headroom // engine.config.dspark.block_size)  # no more rows than a forward has
+    return [block for start in range(0, len(asks), most) for block in engine.draft_blocks(asks[start : start + most])]
 
 
 def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:

@@ -54,14 +54,14 @@ def test_nvrtc_is_not_installed(monkeypatch):
 
 def test_the_devices_memory_is_full(tmp_path):
     cupy, _ = fake_cupy(memory=1 << 20)
-    launcher = DeviceLauncher(arena=1 << 16, cache=tmp_path, cupy=cupy)
+    launcher = DeviceLauncher(cache=tmp_path, cupy=cupy)
     with pytest.raises(BackendError, match=r"device 0 is out of memory: 4 MB asked for, 1 of 1 MB free; .*--backend cpu") as raised:
         launcher.empty((1 << 20,), np.float32)
     assert "\n" not in str(raised.value)
 
 
 def test_a_kernel_failed(tmp_path):
-    launcher = DeviceLauncher(arena=1, cache=tmp_path, cupy=fake_cupy(broken="cudaErrorIllegalAddress: an illegal memory access")[0])
+    launcher = DeviceLauncher(cache=tmp_path, cupy=fake_cupy(broken="cudaErrorIllegalAddress: an illegal memory access")[0])
     with pytest.raises(BackendError, match="device 0 failed: cudaErrorIllegalAddress.*CUDA_LAUNCH_BLOCKING=1.*--backend cpu"):
         launcher.download(launcher.zeros(3, np.int32))
 
@@ -69,23 +69,26 @@ def test_a_kernel_failed(tmp_path):
 def test_weights_that_do_not_fit_are_said_before_loading(tmp_path):
     from dsv4.ops.cuda import CudaOps
 
-    ops = CudaOps(DeviceLauncher(arena=1 << 16, cache=tmp_path, cupy=fake_cupy(memory=8 << 30)[0]))
-    assert 0 < ops.room(1 << 30) < 3 << 30
-    with pytest.raises(CapacityError, match=r"4.* GB of device memory .*found 4.29 GB free; .*--expert-cache"):
-        ops.room(4 << 30)
+    ops = CudaOps(DeviceLauncher(cache=tmp_path, cupy=fake_cupy(memory=8 << 30)[0]))
+    assert ops.room(1 << 30) == ops.launcher.free_bytes() - (1 << 30)
+    with pytest.raises(CapacityError, match=r"expected 5.37 GB of device memory for the weights, found 4.29 GB free; .*--expert-cache"):
+        ops.room(5 << 30)
 
 
 # ---------------------------------------------------------------------- what is asked of CuPy
 @pytest.fixture
 def launcher(tmp_path):
     cupy, calls = fake_cupy()
-    made = DeviceLauncher(arena=1 << 16, cache=tmp_path / "kernels", cupy=cupy)
+    made = DeviceLauncher(cache=tmp_path / "kernels", cupy=cupy)
     made.calls = calls
     return made
 
 
-def test_the_arena_is_there_from_the_start(launcher):
-    assert ("use", 0) in launcher.calls and ("malloc", 1 << 16) in launcher.calls
+def test_a_steps_memory_is_taken_ahead(launcher):
+    launcher.reserve(1 << 16)
+    assert ("use", 0) in launcher.calls and launcher.calls[-1] == ("malloc", 1 << 16)
+    with pytest.raises(BackendError, match="device 0 is out of memory: 2147 MB asked for, .*smaller chunks"):
+        launcher.reserve(2 << 30)
 
 
 @pytest.mark.compile_gate
@@ -102,7 +105,7 @@ def test_kernels_are_compiled_once_by_content_with_our_flags(launcher, monkeypat
         launcher.compile("formats.cu").kernel("act_quant")
     assert compiled == [("formats.cu", 90, nvrtc.FLAGS)]
     assert {"-fmad=false", "-ftz=false"} <= set(nvrtc.FLAGS)
-    again = DeviceLauncher(arena=1, cache=launcher.cache, cupy=fake_cupy()[0])
+    again = DeviceLauncher(cache=launcher.cache, cupy=fake_cupy()[0])
     again.compile("formats.cu")
     assert len(compiled) == 1, "the cache is not used"
     again.compile("formats.cu", {"ANY": 1})

@@ -107,7 +107,7 @@ def test_outputs_in_several_goes(cuda, monkeypatch):
     d, inner, experts, k, slices, limit, fmt = CASES[1]
     bank, x, (ids, weight) = bank_of(cuda, layer(d, inner, experts, fmt)), inputs(40, d), routing(40, experts, k)
     whole = cuda.moe(x, ids, weight, bank, limit, slices)
-    monkeypatch.setattr(cuda_dense, "_SCRATCH", 4 * 40 * (k + 1) * 256)
+    monkeypatch.setattr(cuda_dense, "EXPERT_SCRATCH", 4 * 40 * (k + 1) * 256)
     same_bits(cuda.moe(x, ids, weight, bank, limit, slices), whole)
 
 

@@ -95,6 +95,16 @@ class Ops:
         """
         return None
 
+    def step_bytes(self, config: Any, split: Any, rows: int, context: int) -> int:
+        """Bytes of `room` that the arrays of one forward take at most; 0 where there is no such memory.
+
+        config: ModelConfig; split: Split, this rank's; rows of one forward, the last of `context` positions.
+        """
+        return 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Have so many bytes of `room` ready for a forward's arrays, once weights and state are there."""
+
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A zeroed array where the backend computes."""
         raise NotImplementedError

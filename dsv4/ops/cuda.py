@@ -1,8 +1,8 @@
 """The CUDA backend: the kernels of cuda/, given their work by a launcher.
 
 Each family of ops has its module: cuda_dense.py (matrices and experts), cuda_rows.py (attention, compressor, indexer),
-cuda_places.py (where keys lie), cuda_norm.py (norms, hyper-connections, quantiser). What is here: memory. Nothing waits for the device but to_host and
-has_nonfinite. Every sum has a fixed order, so a row's bits do not depend on the number of rows.
+cuda_places.py (where keys lie), cuda_norm.py (norms, hyper-connections, quantiser). What is here: memory; how much a
+forward takes is said in cuda_room.py. Nothing waits for the device but to_host and has_nonfinite. Every sum has a fixed order, so a row's bits do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from .. import formats
+from ..config import ModelConfig
 from ..errors import CapacityError
 from . import IndexCache, KeyCache, Ops
 from .cuda_base import Array
 from .cuda_dense import DenseMixin
 from .cuda_norm import NormMixin
+from .cuda_room import step_bytes
 from .cuda_rows import RowsMixin
 from .cuda_stage import DeviceStage
 from .kernels import Launcher
-
-_KERNELS = 512 << 20  # bytes kept free for a step's arrays, beyond what the arena holds
 
 
 class CudaOps(DenseMixin, RowsMixin, NormMixin, Ops):
@@ -46,14 +46,18 @@ class CudaOps(DenseMixin, RowsMixin, NormMixin, Ops):
 
     def room(self, weights: int) -> int:
         free = self.launcher.free_bytes()
-        left = free - _KERNELS - weights
-        if left < 0:
+        if free < weights:
             raise CapacityError(
-                f"backend cuda: expected {(weights + _KERNELS) / 1e9:.2f} GB of device memory for the weights and a step's "
-                f"arrays, found {free / 1e9:.2f} GB free; stage the experts (--expert-cache), start more ranks, or use "
-                "--backend cpu"
+                f"backend cuda: expected {weights / 1e9:.2f} GB of device memory for the weights, found {free / 1e9:.2f} GB "
+                "free; stage the experts (--expert-cache), start more ranks, or use --backend cpu"
             )
-        return left
+        return free - weights
+
+    def step_bytes(self, config: ModelConfig, split: Any, rows: int, context: int) -> int:
+        return step_bytes(config, split, rows, context)
+
+    def reserve(self, nbytes: int) -> None:
+        self.launcher.reserve(nbytes)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.launcher.zeros(shape, dtype)

@@ -17,7 +17,7 @@ from .cuda_base import Array, CudaBase
 _THREADS, _WARPS = 256, 8
 _BLOCK = 128  # inputs per scale
 _ALIGNED = 16  # bytes: addresses and rows of packed weights
-_SCRATCH = 64 << 20  # bytes: what the experts add to each row is kept for so many outputs at a time
+EXPERT_SCRATCH = 64 << 20  # bytes: what the experts add to each row is kept for so many outputs at a time
 _MAX_CHOICES = 32
 _BYTES = {"fp8": 1, "fp4": 1, "bf16": 2, "f32": 4}
 
@@ -281,7 +281,7 @@ class DenseMixin(CudaBase):
         for matrices, entries in zip((bank.experts[0], bank.shared), work):
             self._product(matrices[0], packed, entries, _Out(products, inner, products.size // 2), groups=2, table=bank.table)
         act = self._activate(products, factor, limit)
-        width = max(1, _SCRATCH // (4 * slices * t * (k + 1) * _BLOCK)) * _BLOCK
+        width = max(1, EXPERT_SCRATCH // (4 * slices * t * (k + 1) * _BLOCK)) * _BLOCK
         for first in range(0, d, width):
             width = min(width, d - first)
             z = self.empty((t * (k + 1), slices, width))

@@ -128,6 +128,9 @@ class Launcher(Protocol):
     def free_bytes(self) -> int:
         """Device memory that can still be had."""
 
+    def reserve(self, nbytes: int) -> None:
+        """Take so many bytes of the device now, for arrays to come. Raises BackendError where it has not got them."""
+
     def address(self, array: Any) -> int:
         """Where a device array begins, for tables of pointers. Whoever puts it into one keeps the array."""
 
@@ -225,14 +228,14 @@ class DeviceModule:
 class DeviceLauncher:
     """Kernels on a GPU through NVRTC and CuPy; see Launcher.
 
-    Arrays come from a pool that holds `arena` bytes from the start, so that a step asks the driver for nothing. Raises
+    Arrays come from a pool that keeps what it was ever given: after `reserve` a step asks the driver for nothing. Raises
     BackendError as open_cupy does, and where the device's memory is full.
     """
 
     name = "cuda"
 
-    def __init__(self, index: int = 0, arena: int = 256 << 20, cache: Path | None = None, cupy: Any = None):
-        """index: the device; arena: bytes; cache: where compiled kernels are kept, by content."""
+    def __init__(self, index: int = 0, cache: Path | None = None, cupy: Any = None):
+        """index: the device; cache: where compiled kernels are kept, by content."""
         self.cupy = open_cupy(index, cupy)
         self.device = self.cupy.cuda.Device(index)
         self.architecture = int(self.device.compute_capability)
@@ -243,7 +246,6 @@ class DeviceLauncher:
         self._modules: dict[tuple, DeviceModule] = {}
         self._numba: dict[Callable, Any] = {}
         self.cupy.cuda.set_allocator(self._allocate)  # also for what CuPy makes by itself: sums, rows taken
-        self._allocate(arena)  # freed at once, and kept by the pool
 
     # ------------------------------------------------------------------ kernels
     def compile(self, source: str, defines: Mapping[str, int] | None = None) -> DeviceModule:
@@ -325,6 +327,9 @@ class DeviceLauncher:
 
     def free_bytes(self) -> int:
         return self.cupy.cuda.runtime.memGetInfo()[0] + self.pool.free_bytes()
+
+    def reserve(self, nbytes: int) -> None:
+        self._allocate(nbytes)  # freed at once, and kept by the pool
 
     def address(self, array: Any) -> int:
         return array.data.ptr

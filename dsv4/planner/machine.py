@@ -15,7 +15,7 @@ GPU_SHARE = 0.7
 PCIE_SHARE = 0.8
 HOST_SHARE = 0.65
 LAYER_MS = 0.2  # launches, exchanges and small operations: nano's on a CPU (docs/measurements); on a GPU a guess
-GPU_WORKSPACE, HOST_RESERVE = 1.5 * GIB, 8 * GIB  # driver and arena; system and other programs
+GPU_DRIVER, HOST_RESERVE = 1.0 * GIB, 8 * GIB  # the driver, compiled kernels, NCCL; system and other programs
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ before it were, in draft + forward(1 + n). The best n is taken; n = 0 is plain d
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +67,8 @@ def _memory(machine: Machine, sizes: Sizes, context: int, sessions: int) -> dict
             "host": {**fixed, "experts": int(held), "free": int(free - held)},
             "experts": {"on_gpu": 0.0, "in_memory": held / everything, "on_disk": 1 - held / everything},
         }
-    fixed["workspace"] = int(facts.GPU_WORKSPACE)
+    fixed["step's arrays"] = sizes.step(context, CHUNK)
+    fixed["driver"] = int(facts.GPU_DRIVER)
     free = machine.gpu_memory * GIB - sum(fixed.values())
     if free < 0:
         raise _does_not_fit(
@@ -87,8 +89,10 @@ def _memory(machine: Machine, sizes: Sizes, context: int, sessions: int) -> dict
 def _does_not_fit(
     where: str, has: float, needs: float, sizes: Sizes, context: int, sessions: int, free: float
 ) -> CapacityError:
-    state = sizes.state(context, sessions, CHUNK).state
-    fits = sizes.longest(state + free, sessions, CHUNK, context)
+    def kept(length: int) -> int:
+        return sizes.state(length, sessions, CHUNK).state + (sizes.step(length, CHUNK) if "GPU" in where else 0)
+
+    fits = bisect_right(range(1, context), kept(context) + free, key=kept)
     hint = f"a --context of {fits} would fit" if fits else "more or larger GPUs would do" if "GPU" in where else "more would do"
     if not fits and "GPU" in where:
         hint += ", or --gpus 0, which computes on the processor"

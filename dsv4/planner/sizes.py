@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from ..checkpoint import DTYPES
 from ..config import INDEXED_RATIO, ModelConfig
+from ..ops.cuda_room import step_bytes
 from ..plan import MemoryPlan, index_key_bytes, key_bytes, make_plan
 from ..split import Split
 from ..weights import ROUTED, expected
@@ -93,16 +93,11 @@ class Sizes:
                 found += context // ratio * key
         return found
 
+    def step(self, context: int, chunk: int) -> int:
+        """Bytes of a GPU that the arrays of one forward take at most."""
+        return step_bytes(self.config, self.split, chunk, context)
+
     def state(self, context: int, sessions: int, chunk: int) -> MemoryPlan:
         return make_plan(
             self.config, weights=0, max_context=context, max_sessions=sessions, headroom=chunk, available=0, stages=self.stages
         )
-
-    def longest(self, available: float, sessions: int, chunk: int, limit: int) -> int:
-        """The longest context, of at most `limit`, whose state fits into `available` bytes; 0 if none does."""
-        fits: Callable[[int], bool] = lambda context: self.state(context, sessions, chunk).state <= available  # noqa: E731
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return low

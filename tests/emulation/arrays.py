@@ -23,6 +23,8 @@ class DeviceArray:
 
     def __init__(self, host: np.ndarray, launcher: Any):
         self.host, self.launcher = host, launcher
+        if host.base is None:
+            launcher.count(host)
 
     shape = property(lambda self: self.host.shape)
     dtype = property(lambda self: self.host.dtype)

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -113,6 +114,7 @@ class EmulatedLauncher:
     Copies by cp.async are made as late as they may be (FORWARD), else at once. sanitizer: a key of build.SANITIZERS.
     edit(file, text) → text: changes a kernel file's text, includes inlined, before it is compiled: how bugs are planted.
     launches, kernels_run, synchronisations: what has been launched, and how often the host waited for the device.
+    live, peak: bytes of the arrays that there are, and the most there ever were at once.
     """
 
     name = "emulated"
@@ -123,7 +125,8 @@ class EmulatedLauncher:
         self.order, self.sanitizer, self.edit = order, sanitizer, edit
         cores = len(os.sched_getaffinity(0))
         self.threads = threads or min(cores, int(os.environ.get("OMP_NUM_THREADS") or cores))
-        self.launches = self.synchronisations = 0
+        self.launches = self.synchronisations = self.live = self.peak = 0
+        self._counted: dict[int, int] = {}  # bytes of an array by its id
         self.kernels_run: set[str] = set()
         self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         self._done, self._lock = 0, threading.Lock()
@@ -151,6 +154,20 @@ class EmulatedLauncher:
     def memory(self, array):
         """The memory behind an array that a kernel is given; numbers as they are."""
         return array.host if isinstance(array, DeviceArray) else array
+
+    def count(self, array: np.ndarray) -> None:
+        """An array that holds memory of its own, from now on until nobody has it."""
+        if id(array) not in self._counted:
+            self._counted[id(array)] = array.nbytes
+            weakref.finalize(array, self._forget, id(array))
+            self.live += array.nbytes
+            self.peak = max(self.peak, self.live)
+
+    def _forget(self, number: int) -> None:
+        self.live -= self._counted.pop(number)
+
+    def reserve(self, nbytes: int) -> None:
+        """Arrays come from the host's memory."""
 
     # ------------------------------------------------------------------ arrays; new ones hold NaN, and whole numbers that lie far outside of anything
     def empty(self, shape, dtype) -> DeviceArray:

@@ -1,0 +1,83 @@
+"""How much memory the CUDA backend's arrays of one forward take at most, from the sizes alone: for plans, with no device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .cuda_dense import EXPERT_SCRATCH
+from .cuda_rows import SCRATCH, TILE
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..split import Split
+
+FEW = 32  # rows up to which no linear keeps its slices apart
+_FLOAT = 4
+
+
+def step_bytes(config: ModelConfig, split: Split, rows: int, context: int) -> int:
+    """Bytes of a forward, draft or priming of at most `rows` rows, all of them wanted, at the end of `context` positions.
+
+    The most of the moments below, and an eighth for what a pool of blocks of many sizes cannot use.
+    """
+    moments = _attention(config, split, rows, context), _index(config, split, rows, context), _experts(config, split, rows)
+    found = max(*moments, _head(config, split, rows), _prime(config, rows))
+    return _FLOAT * (found + rows * _tables(config, context)) * 9 // 8
+
+
+def _streams(c: ModelConfig) -> int:
+    return c.hc_mult * c.hidden_size
+
+
+def _tables(c: ModelConfig, context: int) -> int:
+    """Numbers a row that all layers share: places, angles, what a row is; and mixes of its streams."""
+    entries = sum(context // ratio for ratio in set(c.compress_ratios) if ratio and ratio != 4)
+    return c.sliding_window + entries + 2 * c.qk_rope_head_dim + c.index_topk + c.hc_mult * (c.hc_mult + 2) + 32
+
+
+def _queries(c: ModelConfig, split: Split) -> int:
+    """Numbers a row while attention runs: streams, its input twice, queries."""
+    return _streams(c) + 2 * c.hidden_size + c.q_lora_rank + split.heads * c.head_dim
+
+
+def _attention(c: ModelConfig, split: Split, rows: int, context: int) -> int:
+    """Queries and what they found, beside the largest of: the scratch, the output packed, the output's projections."""
+    found, low = split.heads * c.head_dim, split.groups * c.o_lora_rank
+    keys = c.sliding_window + max((context // r if r != 4 else c.index_topk for r in c.compress_ratios if r), default=0)
+    tiles, blocks = -(-keys // TILE), -(-split.heads // 16)
+    row = blocks * (c.head_dim // 64 + 1) * 1024 + tiles * split.heads * (c.head_dim + 2) + keys
+    slices = split.attention_slices if rows > FEW else 0
+    projected = rows * (3 * low + (slices + 1 + 2 * split.attention) * c.hidden_size)
+    return rows * (_queries(c, split) + found) + max(_some(rows, row), rows * (found + low), projected)
+
+
+def _index(c: ModelConfig, split: Split, rows: int, context: int) -> int:
+    """The indexer's queries before and after their rounding, and scores."""
+    own = 2 * c.index_n_heads * c.index_head_dim + 4 * c.head_dim
+    return rows * (_queries(c, split) + own) + _some(rows, context // 4)
+
+
+def _some(rows: int, row: int) -> int:
+    """Scratch memory for as many rows at once as it has room for, one at least."""
+    return min(rows * row, max(SCRATCH, row))
+
+
+def _experts(c: ModelConfig, split: Split, rows: int) -> int:
+    """Streams before and after attention, products, activations, and sums of some outputs; then the streams after them."""
+    inner, entries, d = c.moe_intermediate_size // split.experts, rows * (c.num_experts_per_tok + 1), c.hidden_size
+    one = entries * split.moe_slices * 128
+    sums = min(entries * split.moe_slices * d, max(EXPERT_SCRATCH // _FLOAT, one))
+    during = rows * (2 * _streams(c) + 3 * d + c.n_routed_experts) + entries * 3 * inner + sums
+    return max(during, rows * (3 * _streams(c) + (2 + 2 * split.experts) * d))
+
+
+def _head(c: ModelConfig, split: Split, rows: int) -> int:
+    """Logits of all rows, joined from all ranks, the main hidden; or a draft's, with those of one place and the next."""
+    block, targets = (c.dspark.block_size, len(c.dspark.target_layer_ids)) if c.dspark else (rows, 0)
+    more = c.vocab_size if split.size > 1 else 0
+    return rows * (_streams(c) + (2 + targets) * c.hidden_size + c.vocab_size) + max(rows * more, 3 * -(-rows // block) * c.vocab_size)
+
+
+def _prime(c: ModelConfig, rows: int) -> int:
+    targets = len(c.dspark.target_layer_ids) if c.dspark else 0
+    return rows * (2 * targets + 2) * c.hidden_size
