@@ -409,7 +409,7 @@ def index_select(Team team, q, w, cache, slots, visible, pages, int page_entries
     a.out = <int32_t *>take(out, c"i", qs.shape[0] * k, True)
     threads = team.share(<double>scored * a.heads * a.cache.dim)
     a.by_entries, a.score_stride = threads > 1 and a.rows < 4 * threads, (most + 15) // 16 * 16
-    scratch = empty(threads * select_scratch(a.heads, a.cache.dim) + 16, float32)
+    scratch = empty(threads * select_scratch(a.heads, a.cache.dim, a.k) + 16, float32)
     scores = empty(<int64_t>a.score_stride * (a.rows if a.by_entries else threads) + 16, float32)
     a.scratch, a.scores = aligned(scratch), aligned(scores)
     team.run(team.kernels.index_select, &a, threads)

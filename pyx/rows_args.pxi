@@ -154,7 +154,7 @@ cdef extern from "kernels.h" nogil:
         float *scores
         int rows, heads, slot_pages, page_entries, k, score_stride, by_entries
 
-    int64_t select_scratch(int heads, int dim)
+    int64_t select_scratch(int heads, int dim, int k)
 
     struct entry_places_args:
         const int32_t *entries

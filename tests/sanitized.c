@@ -86,18 +86,40 @@ static int moe_case(int64_t d, int64_t inner, int64_t rows, int slices)
     return good;
 }
 
-static int index_case(int heads, int dim, int32_t entries, int k, int exact)
+/* Scores and the choice. Key scales: so many powers of two from byte `low` on; queries: integers times one of so many
+ * powers of two per 32 dims, or floats where that is 0. query, weight: of all of them. */
+static int index_case(int heads, int dim, int low, int key_scales, int query_scales, float query, float weight)
 {
-    const struct index_cache cache = {bytes(entries * dim / 2, 0, 256), bytes(entries * dim / 32, 124, 6), dim};
-    const int stride = (entries + 15) / 16 * 16;
-    float *q = numbers(heads * dim);
-    for (int i = 0; exact && i < heads * dim; i++) q[i] = (float)(int)(draw() % 7) - 3;
-    int32_t slot = 0, visible = entries, page = 0, *out = block(4 * k, 4);
-    struct index_select_args a = {.cache = cache, .q = q, .w = numbers(heads), .slots = &slot, .visible = &visible,
-                                  .pages = &page, .slot_pages = 1, .page_entries = entries, .rows = 1, .heads = heads,
-                                  .k = k, .out = out, .score_stride = stride};
-    a.scratch = block(3 * 4 * select_scratch(heads, dim), 4), a.scores = block(3 * 4 * stride, 4);
-    return EVERYWHERE(index_select, a, {out, 4 * k});
+    enum { N = 77, STRIDE = 80, K = 9 };
+    const struct index_cache cache = {bytes(N * dim / 2, 0, 256), bytes(N * dim / 32, low, key_scales), dim};
+    float *q = numbers(heads * dim), *w = numbers(heads);
+    for (int i = 0, by = 0; query_scales && i < heads * dim; i++) {
+        if (i % 32 == 0) by = 1 << draw() % (unsigned)query_scales;
+        q[i] = (float)(((int)(draw() % 7) - 3) * by) * query;
+    }
+    for (int h = 0; h < heads; h++) w[h] *= h % 5 == 4 ? 0 : weight;
+    int32_t slot = 0, visible = N, page = 0, *out = block(4 * K, 4);
+    struct index_select_args a = {.cache = cache, .q = q, .w = w, .slots = &slot, .visible = &visible, .pages = &page,
+                                  .slot_pages = 1, .page_entries = N, .rows = 1, .heads = heads, .k = K, .out = out,
+                                  .score_stride = STRIDE};
+    a.scratch = block(3 * 4 * select_scratch(heads, dim, K), 4), a.scores = block(3 * 4 * STRIDE, 4);
+    return EVERYWHERE(index_select, a, {out, 4 * K}, {a.scores, 4 * N});
+}
+
+/* Powers of two that fit into the integers, and those that do not. */
+static int indexer(void)
+{
+    int total = 0;
+    for (int heads = 1; heads <= 19; heads += heads < 8 ? 1 : 5) {
+        const int dim = 32 << heads % 4;
+        for (int queries = 0; queries <= 5; queries++)
+            for (int keys = 3; keys <= 5; keys++) TRY(index_case(heads, dim, 124, keys, queries, 1, 1));
+        for (int low = 0; low <= 252; low += 28) TRY(index_case(heads, dim, low, 4, 1, 1, 1)); /* at last NaN */
+        TRY(index_case(heads, dim, 124, 4, 25, 1, 1));
+        TRY(index_case(heads, dim, 103, 4, 1, 1, 0x1p125f));
+        TRY(index_case(heads, dim, 103, 4, 1, 0x1p-95f, 0x1p-28f));
+    }
+    return total;
 }
 
 static int linears(void)
@@ -121,8 +143,7 @@ static int products(void)
     TRY(linears());
     for (int r = 1; r < ROW_COUNTS; r++)
         TRY(moe_case(row_counts[r] > 9 ? 96 : 192, 256, row_counts[r], row_counts[r] % 2 ? 1 : 2));
-    for (int exact = 0; exact < 2; exact++)
-        for (int heads = 1; heads <= 6; heads++) TRY(index_case(heads, 32 << heads % 3, 77, 9, exact));
+    TRY(indexer());
     return total;
 }
 

@@ -232,7 +232,7 @@ static int index_select_case(int rows, int heads, int dim, int by_entries)
                                   .visible = visible, .pages = integers(2 * PAGES, 0, 6), .slot_pages = PAGES,
                                   .page_entries = PAGE, .rows = rows, .heads = heads, .k = K, .out = out,
                                   .score_stride = STRIDE, .by_entries = by_entries};
-    a.scratch = block(3 * 4 * select_scratch(heads, dim), 4);
+    a.scratch = block(3 * 4 * select_scratch(heads, dim, K), 4);
     a.scores = block(4LL * STRIDE * (by_entries ? rows : 3), 4);
     return EVERYWHERE(index_select, a, {out, 4LL * rows * K});
 }

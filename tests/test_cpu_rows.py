@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dsv4 import formats
 from dsv4.errors import InputError
-from dsv4.ops import Mix, Ring, Rope
+from dsv4.ops import IndexCache, Mix, Ring, Rope
 from dsv4.ops.reference import ReferenceOps
 
 _cpu = pytest.importorskip("dsv4._cpu")
@@ -286,6 +286,40 @@ def test_selection_of_many_entries(t):
         scores = REFERENCE.index_scores(q[row], w[row], keys[: visible[row]])
         rest = np.delete(scores, ids)
         assert scores[ids].min() >= rest.max() - 1e-6 * np.abs(scores).max()
+
+
+@some
+@given(st.integers(0, 10**6), st.sampled_from([3, 8, 17]), st.integers(0, 5), st.integers(0, 5))
+def test_selection_with_scales_apart(seed, heads, query_spread, key_spread):
+    """Powers of two that a processor may take into the integers, and those that are too far from each other."""
+    rng = np.random.default_rng(seed)
+    n, dim = 200, 128
+    cache = IndexCache(
+        rng.integers(0, 256, (n, dim // 2), np.uint8), 124 + rng.integers(0, key_spread + 1, (n, dim // 32), np.uint8)
+    )
+    groups = rng.integers(0, query_spread + 1, (2, heads, dim // 32, 1))
+    q = (formats.E2M1[rng.integers(0, 16, (2, heads, dim // 32, 32))] * 2.0**groups).astype(np.float32)
+    args = (q.reshape(2, heads, dim), make.normal(rng, 2, heads), cache, i32([0, 0]), i32([n, n - 37]), i32([[0]]), n, 60)
+    expected = REFERENCE.index_select(*args)
+    for ops in ALL:
+        same_bits(ops.index_select(*args), expected, f"{ops.team.isa}, {ops.team.threads} threads")
+
+
+@pytest.mark.parametrize("k", [1, 20, 700])
+@pytest.mark.parametrize("order", ["ascending", "descending", "any", "equal"])
+@pytest.mark.parametrize("weight", [1.0, -1.0])
+def test_choice_of_scores_in_any_order(order, k, weight):
+    """Scores are the keys' only number that is not zero: few distinct ones, so that the k-th best has equals."""
+    rng, n = np.random.default_rng(k), 3000
+    size = np.sort(rng.integers(0, 160, n))  # 2 or 3 times a power of two
+    size = {"ascending": size, "descending": size[::-1], "any": rng.permutation(size), "equal": 0 * size + 9}[order]
+    cache = IndexCache(np.zeros((n, 16), np.uint8), (60 + size // 2).astype(np.uint8)[:, None])
+    cache.codes[:, 0] = 4 + size % 2
+    q = np.eye(1, 32, dtype=np.float32)[None]
+    args = (q, np.full((1, 1), weight, np.float32), cache, i32([0]), i32([n]), i32([[0]]), n, k)
+    expected = REFERENCE.index_select(*args)
+    for ops in ALL:
+        same_bits(ops.index_select(*args), expected, ops.team.isa)
 
 
 # ---------------------------------------------------------------------- compressor, gate

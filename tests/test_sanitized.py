@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 SOURCES = TESTS.parent / "pyx" / "cpu"
 FLAGS = ["-std=gnu11", "-g1", "-ffp-contract=off", "-fno-math-errno", "-pthread", f"-I{SOURCES}"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-CASES = 837
+CASES = 1135
 
 
 def commands(folder: Path) -> dict[Path, list[str]]:

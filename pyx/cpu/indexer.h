@@ -1,5 +1,6 @@
 /* Indexer: Hadamard-rotated e2m1 queries and keys, scores, and the choice of the best entries. */
 #pragma once
+#include "choice.h"
 #include "index_scores.h"
 
 /* x [n] · H in Sylvester order, n = 2^i >= 32. Each of the i rounds turns pairs (2j, 2j+1) into their sum, at j, and
@@ -80,78 +81,84 @@ static void float_keys(const struct index_cache *cache, const int64_t *places, i
     }
 }
 
+/* Places [TILE] of entries j .. last−1 of row t, the last one's again where those end. Whether they ascend by 1. */
+static int tile_places(const struct index_select_args *a, int64_t t, int64_t j, int64_t last, int64_t *places)
+{
+    const int32_t *pages = a->pages + (int64_t)a->slots[t] * a->slot_pages;
+    const int count = last - j < TILE ? (int)(last - j) : TILE;
+    if (count == TILE && j % a->page_entries + TILE <= a->page_entries) {
+        const int64_t first = entry_place(pages, a->page_entries, (int32_t)j);
+        for (int i = 0; i < TILE; i++) places[i] = first + i;
+        return 1;
+    }
+    for (int i = 0; i < TILE; i++)
+        places[i] = entry_place(pages, a->page_entries, (int32_t)j + (i < count ? i : count - 1));
+    return 0;
+}
+
+/* Sums over heads of a tile of floats, in the order of dot.h. */
+static void float_tile(const float *q, const float *weight, float scale, int heads, int dim, const float *tile,
+                       int count, v16 *score)
+{
+    float part[DOT_A * TILE];
+    for (int i = 0; i < TILE / 16; i++) score[i] = v16_zero();
+    for (int h = 0, some; h < heads; h += some) {
+        some = heads - h < DOT_A ? 1 : DOT_A;
+        dots(q + (int64_t)h * dim, dim, some, tile, dim, count, dim, part, TILE);
+        for (int b = 0; b < some; b++)
+            index_add(score, weight[h + b] * scale, v16_load(part + b * TILE), v16_load(part + b * TILE + 16));
+    }
+}
+
+/* score_entries of queries in integers. */
+static void score_integers(const struct index_select_args *a, int64_t t, const struct index_work *work,
+                           struct index_keys *keys, int64_t first, int64_t last, float *score)
+{
+    int64_t places[TILE];
+    int in_turn = tile_places(a, t, first, last, places);
+    index_keys_at(work, &a->cache, places, in_turn, &keys[0]);
+    while (index_unpack(work, &keys[0])) {}
+    for (int64_t j = first, turn = 0; j < last; j += TILE, turn ^= 1) {
+        v16 sum[2];
+        in_turn = tile_places(a, t, j + TILE < last ? j + TILE : j, last, places);
+        index_keys_at(work, &a->cache, places, in_turn, &keys[turn ^ 1]);
+        index_tile(work, &keys[turn], &keys[turn ^ 1], sum);
+        for (int i = 0; i < 2 && j + 16 * i < last; i++)
+            store_some(score + j + 16 * i, sum[i], last - j - 16 * i < 16 ? (int)(last - j - 16 * i) : 16);
+    }
+}
+
 /* Scores of entries [first, last) of row t → score[first ..]. */
 static void score_entries(const struct index_select_args *a, int64_t t, float *scratch, int64_t first, int64_t last,
                           float *score)
 {
     const int dim = a->cache.dim, heads = a->heads;
-    float *tile = scratch, *q = tile + TILE * dim, part[DOT_A * TILE];
-    const int32_t *pages = a->pages + (int64_t)a->slots[t] * a->slot_pages;
-    const float scale = (float)(1.0 / sqrt((double)dim * heads));
-    struct index_work work = index_work_at(scratch, heads, dim);
-    const int whole = index_queries(&work, a->q + t * heads * dim);
-    if (!whole) FN(deinterleave)(a->q + t * heads * dim, q, (int64_t)heads * dim);
+    float *tile = scratch, *q = tile + TILE * dim;
+    const float *weight = a->w + t * heads, scale = (float)(1.0 / sqrt((double)dim * heads));
+    struct index_keys keys[2];
+    struct index_work work = index_work_at(scratch, heads, dim, keys);
+    if (first >= last) return;
+    if (index_queries(&work, a->q + t * heads * dim, weight, scale)) {
+        score_integers(a, t, &work, keys, first, last, score);
+        return;
+    }
+    FN(deinterleave)(a->q + t * heads * dim, q, (int64_t)heads * dim);
     for (int64_t j = first; j < last; j += TILE) {
         const int count = last - j < TILE ? (int)(last - j) : TILE;
         int64_t places[TILE];
-        for (int i = 0; i < TILE; i++)
-            places[i] = entry_place(pages, a->page_entries, (int32_t)j + (i < count ? i : count - 1));
-        if (whole) index_keys(&work, &a->cache, places);
-        else float_keys(&a->cache, places, count, tile);
-        v16 sum[TILE / 16];
-        for (int i = 0; i < TILE / 16; i++) sum[i] = v16_zero();
-        for (int h = 0, some; h < heads; h += some) {
-            some = heads - h < DOT_A ? 1 : DOT_A;
-            if (!whole) dots(q + (int64_t)h * dim, dim, some, tile, dim, count, dim, part, TILE);
-            else if (some == 1) index_products(&work, h, 1, part);
-            else index_products(&work, h, DOT_A, part);
-            for (int b = 0; b < some; b++) {
-                v16 weight = v16_set1(a->w[t * heads + h + b] * scale);
-                for (int i = 0; i < TILE / 16; i++)
-                    sum[i] = v16_fma(weight, v16_max(v16_zero(), v16_load(part + b * TILE + 16 * i)), sum[i]);
-            }
-        }
+        v16 sum[2];
+        tile_places(a, t, j, last, places);
+        float_keys(&a->cache, places, count, tile);
+        float_tile(q, weight, scale, heads, dim, tile, count, sum);
         for (int i = 0; i < count; i += 16) store_some(score + j + i, sum[i / 16], count - i);
     }
 }
 
-/* A float's bits so that unsigned order is the floats' order; −0 as 0. */
-static inline uint32_t ordered(float x)
-{
-    uint32_t bits = as_bits(x + 0.0f);
-    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
-}
-
-/* The k best of n > k scores, ascending; equal ones: lower j. Finds the k-th best byte by byte, in place of score. */
-static void choose(float *score, int64_t n, int k, int32_t *out)
-{
-    uint32_t *key = (uint32_t *)(void *)score, prefix = 0, mask = 0;
-    int32_t need = k, last = 0;
-    for (int64_t j = 0; j < n; j++) {
-        uint32_t bits = ordered(score[j]);
-        memcpy(score + j, &bits, 4);
-    }
-    /* `need` of the keys that begin with `prefix` are wanted; done when that is all of them */
-    for (int shift = 24; shift >= 0 && need != last; shift -= 8) {
-        int32_t count[256] = {0}, digit = 255;
-        for (int64_t j = 0; j < n; j++)
-            if ((key[j] & mask) == prefix) count[key[j] >> shift & 255]++;
-        for (; need > count[digit]; digit--) need -= count[digit];
-        last = count[digit];
-        prefix |= (uint32_t)digit << shift;
-        mask |= 255u << shift;
-    }
-    for (int64_t j = 0, at = 0; at < k; j++) {
-        uint32_t head = key[j] & mask;
-        if (head > prefix || (head == prefix && need-- > 0)) out[at++] = (int32_t)j;
-    }
-}
-
-static void select_row(const struct index_select_args *a, int64_t t, float *score)
+static void select_row(const struct index_select_args *a, int64_t t, float *scratch, const float *score)
 {
     int32_t *out = a->out + t * a->k;
     if (a->visible[t] > a->k) {
-        choose(score, a->visible[t], a->k, out);
+        choose(score, a->visible[t], a->k, (int32_t *)(void *)scratch, out);
         return;
     }
     for (int j = 0; j < a->k; j++) out[j] = j < a->visible[t] ? j : -1;
@@ -160,12 +167,12 @@ static void select_row(const struct index_select_args *a, int64_t t, float *scor
 static void FN(index_select)(void *args, int tid, int n)
 {
     const struct index_select_args *a = args;
-    float *scratch = a->scratch + tid * select_scratch(a->heads, a->cache.dim);
+    float *scratch = a->scratch + tid * select_scratch(a->heads, a->cache.dim, a->k);
     if (!a->by_entries) {
         float *score = a->scores + (int64_t)tid * a->score_stride;
         for (int64_t t = tid; t < a->rows; t += n) { /* in turn: later rows see more */
             if (a->visible[t] > a->k) score_entries(a, t, scratch, 0, a->visible[t], score);
-            select_row(a, t, score);
+            select_row(a, t, scratch, score);
         }
         return;
     }
@@ -176,7 +183,7 @@ static void FN(index_select)(void *args, int tid, int n)
         if (a->visible[t] > a->k) score_entries(a, t, scratch, first * TILE, last, a->scores + t * a->score_stride);
     }
     team_barrier(n);
-    for (int64_t t = tid; t < a->rows; t += n) select_row(a, t, a->scores + t * a->score_stride);
+    for (int64_t t = tid; t < a->rows; t += n) select_row(a, t, scratch, a->scores + t * a->score_stride);
 }
 
 static void FN(entry_places)(void *args, int tid, int n)

@@ -99,7 +99,13 @@ struct index_select_args {
     int score_stride; /* at least the largest visible; scores: that per thread, or per row where by_entries */
     int by_entries;   /* one row's entries are cut over the threads, not the rows */
 };
-static inline int64_t select_scratch(int heads, int dim) { return (int64_t)(TILE + heads) * dim; }
+/* numbers held for a choice of k: enough that narrowing them is rare */
+static inline int choice_room(int k) { return 4 * ((k + 15) / 16 * 16) + 64; }
+static inline int64_t select_scratch(int heads, int dim, int k)
+{
+    const int64_t scores = (int64_t)(TILE + heads) * dim, choice = 2 * choice_room(k);
+    return scores > choice ? scores : choice;
+}
 
 struct entry_places_args {
     const int32_t *entries, *slots, *pages;

@@ -8,6 +8,7 @@
 #define V16_ROWS 2
 #define V16_COLUMNS 2
 #define V16_MANY 2
+#define V16_KEY_STEPS 0
 
 typedef struct { __m256 a, b; } v16;
 typedef struct { __m256i a, b; } v16i;
@@ -97,6 +98,7 @@ BINARYI(v16i_sub, _mm256_sub_epi32)
 BINARYI(v16i_and, _mm256_and_si256)
 BINARYI(v16i_or, _mm256_or_si256)
 BINARYI(v16i_max, _mm256_max_epi32)
+BINARYI(v16i_min, _mm256_min_epi32)
 static inline v16i v16i_shl(v16i x, int n) { return (v16i){_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
 static inline v16i v16i_shr(v16i x, int n) { return (v16i){_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; }
 static inline v16i v16i_load_u8(const uint8_t *p)
@@ -118,6 +120,18 @@ static inline void v16i_store_u8(uint8_t *p, v16i x)
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)));
 }
 
+static inline uint32_t v16i_above(v16i x, v16i y)
+{
+    const __m256i a = _mm256_cmpgt_epi32(x.a, y.a), b = _mm256_cmpgt_epi32(x.b, y.b);
+    return (uint32_t)(_mm256_movemask_ps(_mm256_castsi256_ps(a)) | _mm256_movemask_ps(_mm256_castsi256_ps(b)) << 8);
+}
+static inline void v16i_pack(int32_t *p, v16i x, uint32_t lanes)
+{
+    int32_t all[16];
+    memcpy(all, &x, 64);
+    for (; lanes; lanes &= lanes - 1) *p++ = all[__builtin_ctz(lanes)];
+}
+
 static inline v16i v16i_load(const uint8_t *p)
 {
     return (v16i){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
@@ -134,19 +148,21 @@ static inline v16i v16i_dot(v16i acc, v16i a, v16i b)
     return (v16i){_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(a.a, b.a)),
                   _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(a.b, b.b))};
 }
+static inline v16i v16i_dot_start(int32_t x) { return v16i_set1(x & 0xffff); }
 static inline v16i v16i_dot_sum(v16i acc)
 {
     const __m256i one = _mm256_set1_epi16(1);
     return (v16i){_mm256_madd_epi16(acc.a, one), _mm256_madd_epi16(acc.b, one)};
 }
 
-static inline void v16i_key_bytes(const uint8_t *const *rows, int at, uint8_t *out, int high)
+static inline void v16i_key_bytes(const uint8_t *p, int64_t stride, v16i steps, uint8_t *out, int high)
 {
     const __m128i value = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
     const __m128i nibble = _mm_set1_epi8(15);
+    (void)steps;
     for (int l = 0; l < 16; l += 4) {
         __m128i r[4];
-        for (int i = 0; i < 4; i++) r[i] = _mm_loadu_si128((const __m128i *)(rows[l + i] + at));
+        for (int i = 0; i < 4; i++) r[i] = _mm_loadu_si128((const __m128i *)(p + (l + i) * stride));
         const __m128i a = _mm_unpacklo_epi32(r[0], r[1]), b = _mm_unpacklo_epi32(r[2], r[3]);
         const __m128i c = _mm_unpackhi_epi32(r[0], r[1]), d = _mm_unpackhi_epi32(r[2], r[3]);
         const __m128i four[4] = {_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b), _mm_unpacklo_epi64(c, d),

@@ -8,6 +8,11 @@
 #define V16_ROWS 4
 #define V16_COLUMNS 4
 #define V16_MANY 8 /* rows whose sums fit with two outputs */
+#ifdef V16_BF16
+#define V16_KEY_STEPS 3
+#else
+#define V16_KEY_STEPS 0
+#endif
 
 typedef __m512 v16;
 typedef __m512i v16i;
@@ -86,11 +91,18 @@ static inline v16i v16i_sub(v16i x, v16i y) { return _mm512_sub_epi32(x, y); }
 static inline v16i v16i_and(v16i x, v16i y) { return _mm512_and_si512(x, y); }
 static inline v16i v16i_or(v16i x, v16i y) { return _mm512_or_si512(x, y); }
 static inline v16i v16i_max(v16i x, v16i y) { return _mm512_max_epi32(x, y); }
+static inline v16i v16i_min(v16i x, v16i y) { return _mm512_min_epi32(x, y); }
 static inline v16i v16i_shl(v16i x, int n) { return _mm512_slli_epi32(x, (unsigned)n); }
 static inline v16i v16i_shr(v16i x, int n) { return _mm512_srli_epi32(x, (unsigned)n); }
 static inline v16i v16i_load_u8(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline void v16i_store_u8(uint8_t *p, v16i x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x)); }
 static inline void v16i_store_u16(uint16_t *p, v16i x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x)); }
+
+static inline uint32_t v16i_above(v16i x, v16i y) { return _mm512_cmpgt_epi32_mask(x, y); }
+static inline void v16i_pack(int32_t *p, v16i x, uint32_t lanes)
+{
+    _mm512_storeu_si512(p, _mm512_maskz_compress_epi32((__mmask16)lanes, x));
+}
 
 static inline v16i v16i_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 static inline v16i v16i_four(const uint8_t *p)
@@ -99,35 +111,65 @@ static inline v16i v16i_four(const uint8_t *p)
     memcpy(&x, p, 4);
     return _mm512_set1_epi32(x);
 }
+/* key_bytes: codes in the low halves of bytes, a lane four of one row's, and key_steps of the rows → a key's bytes */
 #ifdef V16_BF16
 static inline v16i v16i_dot(v16i acc, v16i a, v16i b) { return _mm512_dpbusd_epi32(acc, a, b); }
+static inline v16i v16i_dot_start(int32_t x) { return v16i_set1(x); }
 static inline v16i v16i_dot_sum(v16i acc) { return acc; }
+
+static inline __m512i key_table(void) /* [steps, code] */
+{
+    return _mm512_loadu_si512((const uint8_t[64]){
+        96, 97, 98, 99, 100, 102, 104, 108, 96, 95, 94, 93, 92, 90, 88, 84,
+        96, 98, 100, 102, 104, 108, 112, 120, 96, 94, 92, 90, 88, 84, 80, 72,
+        96, 100, 104, 108, 112, 120, 128, 144, 96, 92, 88, 84, 80, 72, 64, 48,
+        96, 104, 112, 120, 128, 144, 160, 192, 96, 88, 80, 72, 64, 48, 32, 0});
+}
+static inline __m512i key_steps(v16i steps) /* in all four bytes of a lane */
+{
+    const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+    return _mm512_slli_epi16(_mm512_shuffle_epi8(steps, first), 4);
+}
+static inline __m512i key_bytes(__m512i codes, __m512i table, __m512i steps)
+{
+    const __m512i index = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(15), steps, 0xea); /* codes & 15 | steps */
+    return _mm512_permutexvar_epi8(index, table);
+}
 #else
 /* sums of 16 bits, of pairs */
 static inline v16i v16i_dot(v16i acc, v16i a, v16i b) { return _mm512_add_epi16(acc, _mm512_maddubs_epi16(a, b)); }
+static inline v16i v16i_dot_start(int32_t x) { return v16i_set1(x & 0xffff); }
 static inline v16i v16i_dot_sum(v16i acc) { return _mm512_madd_epi16(acc, _mm512_set1_epi16(1)); }
+
+static inline __m512i key_table(void)
+{
+    return _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+}
+static inline __m512i key_steps(v16i steps) { return steps; }
+static inline __m512i key_bytes(__m512i codes, __m512i table, __m512i steps)
+{
+    (void)steps;
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+}
 #endif
 
-static inline void v16i_key_bytes(const uint8_t *const *rows, int at, uint8_t *out, int high)
+static inline void v16i_key_bytes(const uint8_t *p, int64_t stride, v16i steps, uint8_t *out, int high)
 {
-    const __m512i value = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    const __m512i nibble = _mm512_set1_epi8(15);
     __m512i r[4]; /* row 4m + i in quarter m */
     for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + at)));
-        r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(rows[4 + i] + at)), 1);
-        r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(rows[8 + i] + at)), 2);
-        r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(rows[12 + i] + at)), 3);
+        r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(p + i * stride)));
+        r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(p + (4 + i) * stride)), 1);
+        r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(p + (8 + i) * stride)), 2);
+        r[i] = _mm512_inserti32x4(r[i], _mm_loadu_si128((const __m128i *)(p + (12 + i) * stride)), 3);
     }
     const __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpacklo_epi32(r[2], r[3]);
     const __m512i c = _mm512_unpackhi_epi32(r[0], r[1]), d = _mm512_unpackhi_epi32(r[2], r[3]);
     const __m512i four[4] = {_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b), _mm512_unpacklo_epi64(c, d),
                              _mm512_unpackhi_epi64(c, d)};
+    const __m512i table = key_table(), up = key_steps(steps);
     for (int i = 0; i < 4; i++) {
-        const __m512i above = _mm512_srli_epi16(four[i], 4);
-        _mm512_storeu_si512(out + 64 * i, _mm512_shuffle_epi8(value, _mm512_and_si512(four[i], nibble)));
-        _mm512_storeu_si512(out + 64 * i + high, _mm512_shuffle_epi8(value, _mm512_and_si512(above, nibble)));
+        _mm512_storeu_si512(out + 64 * i, key_bytes(four[i], table, up));
+        _mm512_storeu_si512(out + 64 * i + high, key_bytes(_mm512_srli_epi16(four[i], 4), table, up));
     }
 }
 

@@ -11,6 +11,7 @@
 #define V16_ROWS 2    /* rows and outputs whose sums a linear keeps in registers */
 #define V16_COLUMNS 2
 #define V16_MANY 2
+#define V16_KEY_STEPS 3 /* powers of two that keys' bytes may be multiplied by; 0: v16i_dot has 16 bits */
 
 typedef struct { float f[16]; } v16;
 typedef struct { int32_t i[16]; } v16i;
@@ -83,6 +84,7 @@ BINARY(v16i_sub, v16i, v16i, r.i[l] = (int32_t)((uint32_t)a.i[l] - (uint32_t)b.i
 BINARY(v16i_and, v16i, v16i, r.i[l] = a.i[l] & b.i[l])
 BINARY(v16i_or, v16i, v16i, r.i[l] = a.i[l] | b.i[l])
 BINARY(v16i_max, v16i, v16i, r.i[l] = a.i[l] > b.i[l] ? a.i[l] : b.i[l])
+BINARY(v16i_min, v16i, v16i, r.i[l] = a.i[l] < b.i[l] ? a.i[l] : b.i[l])
 static inline v16i v16i_shl(v16i a, int n) { EACH a.i[l] = (int32_t)((uint32_t)a.i[l] << n); return a; }
 static inline v16i v16i_shr(v16i a, int n) { EACH a.i[l] = (int32_t)((uint32_t)a.i[l] >> n); return a; }
 static inline v16i v16i_load_u8(const uint8_t *p) { v16i r; EACH r.i[l] = p[l]; return r; }
@@ -93,6 +95,16 @@ static inline void v16i_store_u16(uint16_t *p, v16i a)                          
     EACH r[l] = (uint16_t)a.i[l];
     memcpy(p, r, 32);
 }
+
+/* bit l: a > b in lane l */
+static inline uint32_t v16i_above(v16i a, v16i b)
+{
+    uint32_t r = 0;
+    EACH r |= (uint32_t)(a.i[l] > b.i[l]) << l;
+    return r;
+}
+/* the lanes whose bits are set, one after another; what follows them up to p[15] is anything */
+static inline void v16i_pack(int32_t *p, v16i a, uint32_t lanes) { EACH if (lanes >> l & 1) *p++ = a.i[l]; }
 
 /* formats */
 static inline v16 v16_bf16(const uint16_t *p)
@@ -149,7 +161,8 @@ static inline void v16_e2m1_quads(const uint8_t *p, v16 *q)
 }
 
 /* Sums of products of bytes. v16i_four: p[0 .. 3] in every lane; v16i_dot adds to each lane the products of a's four
- * bytes (without sign) and b's (with), up to 16 times while they are at most 24 and 15; v16i_dot_sum: the sums. */
+ * bytes (without sign) and b's (with), from v16i_dot_start on; v16i_dot_sum: the sums. Where V16_KEY_STEPS is 0, up to
+ * 8 times, of bytes at most 24 and 15, a start of at most 5760. */
 static inline v16i v16i_load(const uint8_t *p) { v16i r; memcpy(&r, p, 64); return r; }
 static inline v16i v16i_four(const uint8_t *p) { int32_t x; memcpy(&x, p, 4); return v16i_set1(x); }
 static inline v16i v16i_dot(v16i acc, v16i a, v16i b)
@@ -161,17 +174,19 @@ static inline v16i v16i_dot(v16i acc, v16i a, v16i b)
     EACH for (int i = 0; i < 4; i++) acc.i[l] += x[4 * l + i] * y[4 * l + i];
     return acc;
 }
+static inline v16i v16i_dot_start(int32_t x) { return v16i_set1(x); }
 static inline v16i v16i_dot_sum(v16i acc) { return acc; }
 
-/* Of 16 rows of e2m1 codes, 16 bytes from `at` on: every value · 2 + 12 as a byte. Low codes to out [4, 16] four bytes,
- * (bytes of a row, row), high codes to out + high. */
-static inline void v16i_key_bytes(const uint8_t *const *rows, int at, uint8_t *out, int high)
+/* Of 16 rows of e2m1 codes, `stride` bytes from one to the next, 16 bytes from p on: every value · 2 · 2^(the row's
+ * steps, 0 where V16_KEY_STEPS is 0) + (12 << V16_KEY_STEPS) as a byte. Low codes to out [4, 16] four bytes, (bytes of a
+ * row, row), high codes to out + high. */
+static inline void v16i_key_bytes(const uint8_t *p, int64_t stride, v16i steps, uint8_t *out, int high)
 {
-    static const uint8_t value[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    static const int8_t value[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     EACH for (int i = 0; i < 16; i++) {
-        uint8_t *to = out + (i / 4 * 16 + l) * 4 + i % 4, code = rows[l][at + i];
-        to[0] = value[code & 15];
-        to[high] = value[code >> 4];
+        uint8_t *to = out + (i / 4 * 16 + l) * 4 + i % 4, code = p[l * stride + i];
+        to[0] = (uint8_t)(value[code & 15] * (1 << steps.i[l]) + (12 << V16_KEY_STEPS));
+        to[high] = (uint8_t)(value[code >> 4] * (1 << steps.i[l]) + (12 << V16_KEY_STEPS));
     }
 }
 
