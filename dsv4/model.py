@@ -59,7 +59,7 @@ class Model:
                 raise InputError(f"layer {number}: expected finite values; found NaN or infinity in its output")
             if w.draft and number in c.dspark.target_layer_ids:
                 self.capture(h, c.dspark.target_layer_ids.index(number), step, pool)
-        y = ops.hc_head(h[wanted], w.hc_head)
+        y = ops.hc_head(h if len(step.rows.wanted) == len(step) else h[wanted], w.hc_head)
         logits = self.logits(ops.rmsnorm(y, w.norm, c.rms_norm_eps))
         hidden = ops.to_host(pool.hidden[step.window_where[wanted]]) if w.draft else None
         return Output(None if logits is None else ops.to_host(logits), hidden)

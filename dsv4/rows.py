@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -37,7 +38,9 @@ class Rows:
             wanted = np.array(list(wanted), np.int64)
             if wanted.size and (wanted.min() < 0 or wanted.max() >= n or np.any(np.diff(wanted) <= 0)):
                 raise InputError(f"wanted: expected ascending row numbers within 0..{n - 1}; found {wanted.tolist()}")
-        return cls(tokens, np.full(n, slot, np.int32), np.arange(start, start + n, dtype=np.int32), wanted)
+        slots = np.empty(n, np.int32)
+        slots.fill(slot)
+        return cls(tokens, slots, np.arange(start, start + n, dtype=np.int32), wanted)
 
     @staticmethod
     def _named(wanted: str, n: int) -> np.ndarray:
@@ -59,10 +62,12 @@ class Rows:
     @classmethod
     def pack(cls, parts: list[Rows]) -> Rows:
         """Rows of several sequences in one forward; each slot appears in one part only."""
+        if len(parts) == 1:
+            return parts[0]
         slots = [int(p.slots[0]) for p in parts if len(p)]
         if len(set(slots)) != len(slots):
             raise InputError(f"rows: expected each slot once; found slots {slots}")
-        starts = np.cumsum([0] + [len(p) for p in parts])
+        starts = accumulate(map(len, parts), initial=0)
         return cls(
             np.concatenate([p.tokens for p in parts]),
             np.concatenate([p.slots for p in parts]),

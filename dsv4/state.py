@@ -211,11 +211,13 @@ class Pool:
         tokens = rows.tokens
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
             raise InputError(f"rows: expected token ids within 0..{self.config.vocab_size - 1}, found others")
-        starts = np.flatnonzero(np.diff(slots, prepend=-1 - slots[0]))  # the first row of each sequence
-        counts = np.diff(starts, append=len(rows))
-        ahead = positions - np.repeat(positions[starts] - starts, counts)  # row numbers, if positions are consecutive
-        broken = bool((ahead != np.arange(len(rows))).any())
-        for slot, first, start, count in zip(slots[starts].tolist(), positions[starts].tolist(), starts.tolist(), counts.tolist()):
+        last_rows = np.flatnonzero(slots[1:] != slots[:-1])  # of each sequence but the last
+        consecutive = positions[1:] - positions[:-1] == 1
+        consecutive[last_rows] = True
+        broken = not consecutive.all()
+        starts = [0, *(last_rows + 1).tolist()]
+        for start, stop in zip(starts, [*starts[1:], len(rows)]):
+            slot, first, count = int(slots[start]), int(positions[start]), stop - start
             last = first + count - 1
             if not 0 <= slot < self.slots or slot in self._free_slots:
                 raise InputError(f"rows: expected a slot in use, found slot {slot}")

@@ -187,6 +187,15 @@ def test_rows_that_cannot_be_are_refused(small):
         ]:
             with pytest.raises(InputError, match=message):
                 small.forward(rows)
+        with small.session() as second:
+            second.prefill([1] * 20)
+            for gap in (1, 2, 4):  # twice in the first sequence, in the second
+                positions = np.array([10, 11, 12, 20, 21], np.int32)
+                positions[gap:] += 1
+                rows = Rows(np.ones(5, np.int32), np.array([slot] * 3 + [second.slot] * 2, np.int32), positions, np.arange(5))
+                small.pool.reserve(slot, 20), small.pool.reserve(second.slot, 30)
+                with pytest.raises(InputError, match="consecutive positions in slot"):
+                    small.forward(rows)
         with pytest.raises(InputError, match="token id within"):
             session.draft(1, lambda logits, position: vocab)
         session.decode(1)
