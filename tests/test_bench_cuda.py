@@ -49,7 +49,7 @@ def test_everything_is_measured(records):
         rows.setdefault(r["name"], []).append(r["rows"])
     assert rows == {
         "fp8 linear, wq_b": [1, 2, 4, 8], "prefill, linear, wq_b": [20], "fp8 linear, wo_b": [1, 2, 4, 8],
-        "prefill, linear, wo_b": [20], "bf16 head": [1, 6], "fp4 experts": [1, 2, 4], "prefill, experts": [20],
+        "prefill, linear, wo_b": [20], "bf16 head": [1, 6], "best of logits": [1, 6], "fp4 experts": [1, 2, 4], "prefill, experts": [20],
         "attention, ratio 4": [1, 3], "attention, ratio 16": [1, 3], "indexer": [1, 6], "layer, window only": [1, 6],
         "layer, ratio 4": [1, 6], "layer, ratio 16": [1, 6], **{f"3 layers, verify {n}": [n + 1] for n in range(6)},
     }  # fmt: skip

@@ -121,7 +121,7 @@ FEW = (1, 2, 4, 8)
 
 
 def linears(card: Card, c: ModelConfig) -> list[dict]:
-    """The two largest FP8 linears of a layer, and the head in bf16."""
+    """The two largest FP8 linears of a layer; the head in bf16, and the best of its logits."""
     rng, ops, found = np.random.default_rng(0), card.ops, []
     shapes = {
         "fp8 linear, wq_b": (c.num_attention_heads * c.head_dim, c.q_lora_rank),
@@ -138,7 +138,13 @@ def linears(card: Card, c: ModelConfig) -> list[dict]:
         found.append(card.computed(name.replace("fp8", "prefill,"), rows, 2 * rows * n * k, partial(_linear, ops, card.rows(rows, k), every)))
     head = [ops.matrix("bf16", rng.integers(0x3C00, 0x3D00, (c.vocab_size, c.hidden_size), np.uint16))]
     size = 2 * c.vocab_size * c.hidden_size
-    return [*found, *(card.moved("bf16 head", rows, size, partial(_linear, ops, card.rows(rows, c.hidden_size), head)) for rows in (1, 6))]
+    found += [card.moved("bf16 head", rows, size, partial(_linear, ops, card.rows(rows, c.hidden_size), head)) for rows in (1, 6)]
+    return [*found, *(card.moved("best of logits", rows, 4 * rows * c.vocab_size, _best(card, rows, c.vocab_size)) for rows in (1, 6))]
+
+
+def _best(card: Card, rows: int, vocab: int) -> Callable[[int], object]:
+    every = [card.rows(rows, vocab) for _ in range(max(2, ceil(card.sizes.cold / (4 * rows * vocab))))]
+    return lambda i: card.ops.best(every[i % len(every)])
 
 
 def _linear(ops: CudaOps, x, every: list, i: int) -> None:
