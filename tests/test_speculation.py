@@ -7,10 +7,11 @@ import pytest
 from compare import same_bits, same_state, state_of
 from variants import Files, drop_draft
 
-from dsv4 import Engine
+from dsv4 import Engine, dspark
 from dsv4.dspark import Ask, Span
 from dsv4.errors import CapacityError, ConfigError, InputError, StateError
 from dsv4.gate import make_rule
+from dsv4.session import draft_all
 from dsv4.speculate import Speculator, greedy, margin
 
 KINDS = ("repeat", "code", "math", "prose")
@@ -202,6 +203,27 @@ def test_steps_by_themselves(engine, prompts):
 
 
 # ---------------------------------------------------------------------- the draft and what it depends on
+def test_no_pass_of_a_draft_has_more_rows_than_the_headroom(engine, prompts, monkeypatch):
+    """Blocks of many sequences, and their priming, in turns: those of an engine with room for all."""
+    passes, made = [], dspark.Step.__init__
+    monkeypatch.setattr(dspark.Step, "__init__", lambda self, ops, pool, rows: passes.append(len(rows)) or made(self, ops, pool, rows))
+    found = []
+    for chunk, longest in ((130, 66), (12, 12)):
+        nano = engine("nano", **SETTINGS | {"chunk": chunk})
+        sessions = [nano.session() for _ in range(3)]
+        for n, session in enumerate(sessions):
+            session.prefill(prompts["prose"][0][: 21 + n])
+        del passes[:]
+        found.append(draft_all([(session, 7, greedy) for session in sessions], logits=True))
+        assert max(passes) == longest, passes
+        for session in sessions:
+            session.close()
+    for one, other in zip(*found):
+        same_bits(one.ids, other.ids)
+        same_bits(one.logits, other.logits)
+        same_bits(one.confidence, other.confidence)
+
+
 def test_a_draft_leaves_the_session_as_it_was(engine, prompts):
     nano = engine("nano", **SETTINGS)
     with nano.session() as session:
