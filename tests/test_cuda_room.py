@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fake_cupy import fake_cupy
@@ -16,7 +18,7 @@ from dsv4.ops.cuda import CudaOps
 from dsv4.ops.cuda_room import step_bytes
 from dsv4.ops.kernels import DeviceLauncher
 from dsv4.split import Split
-from dsv4.synth import Recipe
+from dsv4.synth import PUBLISHED, Recipe
 
 REAL = Recipe.of(layers=3, ratios=(0, 4, 128), experts=16).config  # a layer of every kind
 MEGABYTE = 1 << 20
@@ -30,6 +32,19 @@ def test_a_step_at_full_size_takes_what_was_reckoned(rows, context, ranks):
     sized = Sized(REAL, rows=rows, context=context, ranks=ranks, stages=3)
     taken = max(sized.forward("last"), sized.forward("all"), sized.drafts(), sized.prime())
     assert taken <= step_bytes(REAL, sized.split, rows, context) <= 1.3 * taken + 40 * MEGABYTE
+
+
+@pytest.mark.parametrize(
+    "rows, context, ranks",
+    [(512, 32768, 1), (64, 8192, 1), (32, 8192, 1), (512, 32768, 2), (512, 32768, 8), (1, 131072, 1), (130, 1 << 20, 8)],
+)
+def test_what_layers_take_is_reckoned(rows, context, ranks):
+    """Without logits and drafts, which take more than layers do."""
+    draftless = replace(PUBLISHED, vocab_size=1024, dspark=None)
+    config = Recipe.of(draftless, layers=3, ratios=(0, 4, 128), experts=16).config
+    sized = Sized(config, rows=rows, context=context, ranks=ranks)
+    taken = sized.forward()
+    assert taken <= step_bytes(config, sized.split, rows, context) <= 1.6 * taken + 40 * MEGABYTE
 
 
 @pytest.mark.parametrize("rows", [6, 64, 300])

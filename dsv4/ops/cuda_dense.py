@@ -291,6 +291,7 @@ class DenseMixin(CudaBase):
                               first=first, outputs=width)  # fmt: skip
             sizes = map(_i32, (t, k, slices, width, first, d))
             self.run("moe.cu", "combine", (_ceil(width, _THREADS), t), (_THREADS,), z, place, y, *sizes)
+            del z, out  # before there are the next
         return y
 
     def _plan(self, ids: Array, weights: Array, experts: int) -> tuple[tuple[_Entries, _Entries], Array, Array]:

@@ -108,6 +108,7 @@ class RowsMixin(PlacesMixin):
             else:
                 grid, how = (len(out[rows]), blocks), self._attend_how(groups)
                 self.run("attention.cu", "attend_rows", grid, (128,), *lists, *caches, sink, out[rows], *sizes, **how)
+            del lists  # before there are the next
         return out
 
     def _attend_groups(self, q: Array, parts: list[tuple[KeyCache, Array]]) -> int:
@@ -214,4 +215,5 @@ class RowsMixin(PlacesMixin):
                      shared=shared, defines=groups)  # fmt: skip
             self.run("indexer.cu", "index_choose", (n,), (256 if most <= 4096 else 1024,), scores, visible[rows], chosen[rows],
                      i32(k), np.int64(most), defines=groups)  # fmt: skip
+            del scores  # before there are the next
         return chosen
