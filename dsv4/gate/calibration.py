@@ -65,9 +65,9 @@ class Calibration:
     def chance(self, confidence: float) -> float:
         return sigmoid(self.a * confidence + self.b)
 
-    def forget(self) -> None:
-        """One round passes: the evidence (belief minus prior) is scaled by decay."""
-        prior, keep = self.prior, self.decay
+    def forget(self, rounds: int = 1) -> None:
+        """Rounds pass: the evidence (belief minus prior) is scaled by decay with each."""
+        prior, keep = self.prior, self.decay**rounds
         da, db = self.a - prior.a, self.b - prior.b
         pull_a = keep * (self._aa * da + self._ab * db)
         pull_b = keep * (self._ab * da + self._bb * db)

@@ -29,11 +29,7 @@ class Rule:
         self.settings = settings if settings is not None else GateSettings()
         self.costs = Costs.of(self.settings)
         self.skipped_by_margin = False  # was it the margin, when before_draft last said no?
-
-    @property
-    def reads_margin(self) -> bool:
-        """Does before_draft look at the margin? It takes a while to compute."""
-        return self.settings.margin_threshold > 0.0
+        self.reads_margin = self.settings.margin_threshold > 0.0  # does before_draft? It takes a while to compute
 
     def before_draft(self, margin: float | None = None) -> bool:
         """Draft this round? margin: top1 - top2 logit of the token just committed, where known."""
@@ -150,6 +146,7 @@ class Calibrated(Rule):
             if not 0 < value < math.inf:
                 raise ConfigError(f"gate: {name}: expected a number > 0; found {value!r}")
         self.costs = costs if costs is not None else MeasuredCosts(self.costs)
+        self.reads_margin |= not self.costs.shared
         self.calibration = Calibration(prior, self.settings.decay)
         self.margins = MarginModel(self.settings.decay)
         self.patience, self.first_wait, self.probe_share = patience, first_wait, probe_share
@@ -167,10 +164,6 @@ class Calibrated(Rule):
     @property
     def wait(self) -> float:
         return min(self._wait, self.costs.draft_ms / (self.probe_share * self.costs.plain_ms))
-
-    @property
-    def reads_margin(self) -> bool:
-        return super().reads_margin or not self.costs.shared
 
     def before_draft(self, margin: float | None = None) -> bool:
         self._margin = margin
@@ -193,6 +186,8 @@ class Calibrated(Rule):
         # The draft is paid for, so n = 0 costs it too. A probe is careful: it verifies only what beats plain decoding.
         careful = self.balance < 0.0 and not self.costs.shared
         unspeculated = self.costs.plain_ms if careful else self.costs.wasted()
+        if self._skipped:
+            self.calibration.forget(self._skipped)
         chance = self.calibration.chance
         return self._pick([chance(c) for c in confidences], unspeculated)
 
@@ -223,8 +218,7 @@ class Calibrated(Rule):
         self._skipped = 0
 
     def record_skip(self) -> None:
-        self.calibration.forget()
-        self._skipped += 1
+        self._skipped += 1  # choose forgets for all of them
 
 
 def make_rule(
