@@ -336,7 +336,7 @@ def test_all_decode_plainly_now_and_then(nano, prompts, monkeypatch):
         due.append(costs.plain_is_due(True))
         costs.forwarded(3 if due[-1] else 18, 5.0, due[-1], False)
     runs = "".join("p" if one else "." for one in due).split("p" * BatchCosts.IN_A_ROW)
-    assert [len(run) for run in runs[:-1]] == [4, 8, 16, 32, 64, 128, 128, 128]
+    assert [len(run) for run in runs[:-1]] == [4, 8, 16, 32, 64, 128, 128, 128, 128]
 
 
 def test_the_first_plain_step_says_little():
