@@ -175,3 +175,37 @@ combine(const float* z, const int* place, float* y, int T, int k, int slices, in
     }
     y[t * d + first + i] = total;
 }
+
+// The same in several calls: what the entries of z that there are add to sums [.., lanes, slices, d], rows where [T]. lanes 1: choices in
+// order, the shared expert last; more: each has its own. shared: whether z holds the shared expert's entries.
+extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS)
+add_parts(const float* z, const int* place, const int* where, float* sums, int T, int k, int lanes, int slices, int width,
+          int first, int d, int shared) {
+    const int i = blockIdx.x * PRODUCT_THREADS + threadIdx.x;
+    const i64 t = blockIdx.y, entry = (i64)slices * width;
+    if (i >= width) return;
+    for (int s = 0; s < slices; s++) {
+        const float* from = z + (i64)s * width + i;
+        float* to = sums + ((i64)where[t] * lanes * slices + s) * d + first + i;
+        for (int j = 0; j < k + shared; j++) {
+            const i64 own = j < k ? place[t * k + j] : (i64)T * k + t;
+            if (own >= 0) to[lanes > 1 ? (i64)j * slices * d : 0] += from[own * entry];
+        }
+    }
+}
+
+// sums [T, lanes, slices, d] → y [T, d]: lanes in order, then slices as a binary tree.
+extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS)
+add_lanes(const float* sums, float* y, int lanes, int slices, int d) {
+    const int i = blockIdx.x * PRODUCT_THREADS + threadIdx.x;
+    const i64 t = blockIdx.y;
+    if (i >= d) return;
+    Tree tree;
+    float total = 0;
+    for (int s = 0; s < slices; s++) {
+        float sum = 0;
+        for (int lane = 0; lane < lanes; lane++) sum += sums[((t * lanes + lane) * slices + s) * d + i];
+        total = tree.add(s, sum);
+    }
+    y[t * d + i] = total;
+}

@@ -16,7 +16,7 @@ from .config import ModelConfig, RunConfig
 from .crew import Crew, CrewPool
 from .experts.placement import Placement, hold_draft
 from .model import Model
-from .ops import open_ops
+from .ops import Ops, open_ops
 from .plan import MemoryPlan, check_plan, make_plan
 from .split import Split
 from .tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def load_model(
         headroom=headroom,
         available=psutil.virtual_memory().available // on_host if room is None else room,
         stages=stages,
-        step=partial(ops.step_bytes, config, split, headroom),
+        step=partial(_step_bytes, ops, experts, config, split, headroom),
         **experts.planned if experts else {},
     )
     identity = checkpoint.identity
@@ -79,6 +79,12 @@ def load_model(
     ops.reserve(plan.step)
     return {"model": model, "pool": pool, "run": run, "plan": plan, "identity": identity, "tokenizer": tokenizer,
             "crew": crew}  # fmt: skip
+
+
+def _step_bytes(ops: Ops, experts: Placement | None, config: ModelConfig, split: Split, rows: int, context: int) -> int:
+    """Of the arrays of a forward of so many rows at this context, where the backend has memory of its own."""
+    own = ops.step_bytes(config, split, rows, context)
+    return own + experts.step_bytes(config, split, rows) if own and experts else own
 
 
 def _plan(run: RunConfig, config: ModelConfig, step: Callable[[int], int], **sizes: int) -> MemoryPlan:

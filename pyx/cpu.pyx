@@ -59,10 +59,13 @@ cdef extern from "kernels.h" nogil:
         const matrix *matrices
         const float *x
         float *y
-        int64_t rows, d, inner, uses
+        float *sums
+        const int64_t *place
+        int64_t rows, parts, d, inner, uses
         const int32_t *expert
         const int64_t *first
         const int32_t *row
+        const int32_t *part
         const float *weight
         float limit
         int slices
@@ -73,11 +76,17 @@ cdef extern from "kernels.h" nogil:
         int wide
         int64_t next_inner, next_output
 
+    cdef struct moe_end_args:
+        const float *sums
+        float *y
+        int64_t rows, lanes, d
+        int slices
+
     cdef struct kernels:
         const char *name
         team_fn linear
         team_fn swiglu
-        team_fn moe
+        team_fn moe, moe_end
         team_fn embed, act_quant, rmsnorm, hc_pre, hc_post, mean_streams, rope_angles, rotate, encode_keys, decode_keys
         team_fn attend, compress_store, compress_pool, index_quant, decode_index, index_select, entry_places
         team_fn ring_places, visible_places, gate, best, nonfinite

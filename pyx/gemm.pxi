@@ -152,6 +152,22 @@ cdef enum:
     JOBS = 8  # of a thread, at least, where experts have the rows for it
 
 
+cdef class Choices:
+    """ids int32 [T, k] and weights float32 [T, k] that belong to x [T, d]."""
+
+    cdef Buffer x, weights, ids
+    cdef int64_t rows, k
+
+    def __cinit__(self, x, ids, weights, Bank bank):
+        self.x, self.weights, self.ids = floats(x, bank.dim), floats(weights, -1), Buffer(ids)
+        self.rows, self.k = self.x.view.shape[0], self.weights.view.shape[1]
+        if (self.ids.view.ndim != 2 or self.ids.view.format[0] != c"i" or self.ids.view.shape[0] != self.rows
+                or self.ids.view.shape[1] != self.k or self.weights.view.shape[0] != self.rows):
+            raise InputError(
+                f"moe: expected ids int32 and weights float32 [{self.rows}, k], found {ids.dtype} {ids.shape}, {weights.shape}"
+            )
+
+
 cdef class MoeScratch:
     """The work areas of one moe call, in one allocation."""
 
@@ -160,23 +176,25 @@ cdef class MoeScratch:
     cdef int32_t *expert
     cdef int64_t *first
     cdef int32_t *row
+    cdef int32_t *part
     cdef float *weight
     cdef int64_t *count
+    cdef int64_t *place
     cdef int64_t most  # entries of one use
 
-    def __cinit__(self, Bank bank, int64_t rows, int64_t k, int slices, int threads):
+    def __cinit__(self, Bank bank, int64_t rows, int64_t k, int64_t parts, int slices, int threads):
         cdef int64_t entries = rows * (k + 1), total = 0, uses
         # Where there are few jobs, experts of many rows are several uses, or threads wait for whoever has the largest.
         cdef bint few = (bank.experts + 1) * ((bank.inner + 127) // 128) < JOBS * threads and threads > 1
         self.most = max(16, (entries // (JOBS * threads) + 7) // 8 * 8) if few else entries
         uses = bank.experts + 1 + entries // self.most
-        cdef int64_t[9] sizes = [
+        cdef int64_t[11] sizes = [
             4 * rows * bank.dim, 4 * rows * to_64(bank.dim) if bank.any_fp4 else 0, 4 * entries * to_64(bank.inner),
-            4 * MOE_WIDTH * threads * slices * rows, 4 * uses, 8 * (uses + 1), 4 * entries, 4 * entries,
-            8 * bank.experts,
+            4 * MOE_WIDTH * threads * slices * parts, 4 * uses, 8 * (uses + 1), 4 * entries, 4 * entries,
+            8 * bank.experts, 4 * entries, 8 * parts,
         ]
-        cdef int64_t[9] at
-        for i in range(9):
+        cdef int64_t[11] at
+        for i in range(11):
             at[i] = total
             total += (sizes[i] + 63) // 64 * 64
         self.memory = <char *>PyMem_Malloc(total + 64)
@@ -192,16 +210,26 @@ cdef class MoeScratch:
         self.a.row = self.row = <int32_t *>(base + at[6])
         self.a.weight = self.weight = <float *>(base + at[7])
         self.count = <int64_t *>(base + at[8])
+        self.a.part = self.part = <int32_t *>(base + at[9])
+        self.a.place = self.place = <int64_t *>(base + at[10])
 
     def __dealloc__(self):
         PyMem_Free(self.memory)
 
-    cdef bint plan(self, const int32_t *ids, const float *weights, int64_t rows, int64_t k, int experts) noexcept nogil:
-        """Sorts (row, choice) by expert, rows ascending, then every row for the shared expert. False: a wrong id."""
-        cdef int64_t i, e, entries, uses = 0, at = 0
+    cdef bint plan(self, Choices given, int experts, const int32_t *where, int64_t lanes, bint shared) noexcept nogil:
+        """Sorts (row, choice) by expert, rows ascending, then with `shared` every row for the shared expert.
+
+        where: the rows of sums [.., lanes, ..] that they add to, and −1 is no choice; NULL, lanes 0: each row is a part by
+        itself. False: a wrong id.
+        """
+        cdef const int32_t *ids = <const int32_t *>given.ids.view.buf
+        cdef const float *weights = <const float *>given.weights.view.buf
+        cdef int64_t i, e, entries, uses = 0, at = 0, rows = given.rows, k = given.k
         for e in range(experts):
             self.count[e] = 0
         for i in range(rows * k):
+            if where is not NULL and ids[i] == -1:
+                continue
             if ids[i] < 0 or ids[i] >= experts:
                 return False
             self.count[ids[i]] += 1
@@ -211,15 +239,20 @@ cdef class MoeScratch:
             uses = self.use(uses, e, at, entries)
             at += entries
         for i in range(rows * k):
+            if ids[i] == -1:
+                continue
             e = self.count[ids[i]]
             self.count[ids[i]] += 1
-            self.row[e] = <int32_t>(i // k)
-            self.weight[e] = weights[i]
-        for i in range(rows):
-            self.row[at + i] = <int32_t>i
-            self.weight[at + i] = 1.0
-        self.a.uses = self.use(uses, experts, at, rows)
-        self.first[self.a.uses] = at + rows
+            self.enter(e, i // k, i % k, weights[i], where, lanes)
+        if shared:
+            for i in range(rows):
+                self.enter(at + i, i, k, 1.0, where, lanes)
+            uses = self.use(uses, experts, at, rows)
+            at += rows
+        for i in range(rows if lanes == 1 else 0):
+            self.place[i] = where[i]
+        self.a.uses, self.a.parts = uses, at if lanes > 1 else rows
+        self.first[uses] = at
         return True
 
     cdef int64_t use(self, int64_t uses, int64_t expert, int64_t at, int64_t entries) noexcept nogil:
@@ -232,31 +265,83 @@ cdef class MoeScratch:
             uses += 1
         return uses
 
+    cdef void enter(self, int64_t e, int64_t row, int64_t choice, float weight, const int32_t *where,
+                    int64_t lanes) noexcept nogil:
+        """Entry e. With several lanes each entry is a part by itself."""
+        cdef int64_t part = e if lanes > 1 else row
+        self.row[e], self.part[e], self.weight[e] = <int32_t>row, <int32_t>part, weight
+        if lanes > 1:
+            self.place[part] = where[row] * lanes + choice
+
+
+cdef int run_moe(Team team, MoeScratch scratch, Choices given, Bank bank, float limit, int slices, int threads) except -1:
+    cdef moe_args *a = &scratch.a
+    a.matrices, a.x = bank.matrices, <const float *>given.x.view.buf
+    a.rows, a.d, a.inner, a.limit, a.slices = given.rows, bank.dim, bank.inner, limit, slices
+    a.next_inner = a.next_output = a.wide = 0
+    team.run(team.kernels.moe, a, threads)
+    if a.wide:
+        a.next_inner = a.next_output = a.wide = 0
+        team.run(team.kernels.plain.moe, a, threads)
+    return 0
+
 
 def moe(Team team, x, ids, weights, Bank bank, float limit, int slices):
     """Ops.moe: x [T, d], ids int32 [T, k], weights [T, k] → [T, d]."""
     check_slices(slices, bank.inner, FORMAT_FP4)
-    cdef Buffer xs = floats(x, bank.dim), ws = floats(weights, -1), ns = Buffer(ids)
-    cdef int64_t rows = xs.view.shape[0], k = ws.view.shape[1]
-    if (ns.view.ndim != 2 or ns.view.format[0] != c"i" or ns.view.shape[0] != rows or ns.view.shape[1] != k
-            or ws.view.shape[0] != rows):
-        raise InputError(
-            f"moe: expected ids int32 and weights float32 [{rows}, k], found {ids.dtype} {ids.shape}, {weights.shape}"
-        )
+    cdef Choices given = Choices(x, ids, weights, bank)
+    cdef int64_t rows = given.rows, k = given.k
     y = empty((rows, bank.dim), float32)
     if rows == 0:
         return y
     cdef Buffer ys = Buffer(y)
     cdef int threads = team.share(3.0 * rows * (k + 1) * bank.dim * bank.inner)
-    cdef MoeScratch scratch = MoeScratch(bank, rows, k, slices, threads)
-    if not scratch.plan(<const int32_t *>ns.view.buf, <const float *>ws.view.buf, rows, k, bank.experts):
+    cdef MoeScratch scratch = MoeScratch(bank, rows, k, rows, slices, threads)
+    if not scratch.plan(given, bank.experts, NULL, 0, True):
         raise InputError(f"moe: expected expert ids 0 to {bank.experts - 1}, found {ids.min()} to {ids.max()}")
-    cdef moe_args *a = &scratch.a
-    a.matrices, a.x, a.y = bank.matrices, <const float *>xs.view.buf, <float *>ys.view.buf
-    a.rows, a.d, a.inner, a.limit, a.slices = rows, bank.dim, bank.inner, limit, slices
-    a.next_inner = a.next_output = a.wide = 0
-    team.run(team.kernels.moe, a, threads)
-    if a.wide:
-        a.next_inner = a.next_output = 0
-        team.run(team.kernels.plain.moe, a, threads)
+    scratch.a.y, scratch.a.sums = <float *>ys.view.buf, NULL
+    run_moe(team, scratch, given, bank, limit, slices, threads)
+    return y
+
+
+def moe_add(Team team, sums, where, x, ids, weights, Bank bank, float limit, bint shared):
+    """Ops.moe_add: sums float32 [rows, lanes, slices, d], in place; where int32 [T]."""
+    cdef Choices given = Choices(x, ids, weights, bank)
+    cdef Buffer to = Buffer(sums, writable=True), places = Buffer(where)
+    cdef int64_t rows = given.rows, k = given.k, i
+    if (to.view.ndim != 4 or to.view.format[0] != c"f" or to.view.shape[3] != bank.dim or to.view.shape[1] not in (1, k + 1)
+            or places.view.ndim != 1 or places.view.format[0] != c"i" or places.view.shape[0] != rows):
+        raise InputError(
+            f"moe_add: expected sums float32 [rows, 1 or {k + 1}, slices, {bank.dim}] and where int32 [{rows}], "
+            f"found {sums.dtype} {sums.shape} and {where.dtype} {where.shape}"
+        )
+    cdef int64_t lanes = to.view.shape[1]
+    cdef int slices = to.view.shape[2], threads = team.share(3.0 * rows * bank.dim * bank.inner)
+    check_slices(slices, bank.inner, FORMAT_FP4)
+    if rows == 0:
+        return
+    cdef MoeScratch scratch = MoeScratch(bank, rows, k, rows if lanes == 1 else rows * lanes, slices, threads)
+    cdef const int32_t *to_row = <const int32_t *>places.view.buf
+    for i in range(rows):
+        if to_row[i] < 0 or to_row[i] >= to.view.shape[0]:
+            raise InputError(f"moe_add: expected rows 0 to {sums.shape[0] - 1}, found {where.min()} to {where.max()}")
+    if not scratch.plan(given, bank.experts, to_row, lanes, shared):
+        raise InputError(f"moe_add: expected expert ids -1 to {bank.experts - 1}, found {ids.min()} to {ids.max()}")
+    if scratch.a.uses == 0:
+        return
+    scratch.a.y, scratch.a.sums = NULL, <float *>to.view.buf
+    run_moe(team, scratch, given, bank, limit, slices, threads)
+
+
+def moe_end(Team team, sums):
+    """Ops.moe_end: sums float32 [T, lanes, slices, d] → [T, d]."""
+    cdef Buffer given = Buffer(sums)
+    if given.view.ndim != 4 or given.view.format[0] != c"f" or given.view.shape[2] not in (1, 2, 4, 8):
+        raise InputError(f"moe_end: expected float32 [rows, lanes, 1, 2, 4 or 8 slices, d], found {sums.dtype} {sums.shape}")
+    cdef moe_end_args a
+    a.rows, a.lanes, a.slices, a.d = given.view.shape[0], given.view.shape[1], given.view.shape[2], given.view.shape[3]
+    y = empty((a.rows, a.d), float32)
+    cdef Buffer ys = Buffer(y)
+    a.sums, a.y = <const float *>given.view.buf, <float *>ys.view.buf
+    team.run(team.kernels.moe_end, &a, team.share(<double>a.rows * a.lanes * a.slices * a.d))
     return y

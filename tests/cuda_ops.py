@@ -91,7 +91,7 @@ class HostOps:
 class CopyingOps(HostOps):
     """The same where a device's memory is its own: arrays are copied there, and back from ops that work in place."""
 
-    IN_PLACE = {"rotate", "query", "encode_keys", "store_keys", "compress_store", "encode_index"}
+    IN_PLACE = {"rotate", "query", "encode_keys", "store_keys", "compress_store", "encode_index", "moe_add"}
 
     def _in(self, value):
         if isinstance(value, np.ndarray):

@@ -391,6 +391,27 @@ def swiglu(rng, t, inter, limit, weighted):
     return lambda ops, g, u, weight: {"a": ops.swiglu(g, u, weight, limit)}, inputs, ("g", "u", "weight")
 
 
+def moe_in_calls(ops, layer, bank, limit, slices, lanes, experts):
+    """Ops.moe as moe_begin, moe_add of some experts at a time, and moe_end.
+
+    layer: (x, ids, weights); experts: of each call. With a lane for each choice the shared expert is in the first call,
+    beside rows that chose none of them; else it comes by itself, the last.
+    """
+    x, ids, weights = layer
+    shared, every = lanes > 1, np.arange(len(x), dtype=np.int32)
+    sums = ops.moe_begin(len(x), lanes, slices, x.shape[1])
+    for some in experts:
+        now = np.where(np.isin(ids, list(some)), ids, -1).astype(np.int32)
+        rows = every if shared else every[(now >= 0).any(axis=1)]
+        taken = (np.ascontiguousarray(a[rows]) for a in (x, now, weights))
+        ops.moe_add(sums, ops.table(rows), *map(ops.table, taken), bank, limit, shared)
+        shared = False
+    if lanes == 1:
+        nothing = ops.table(np.full_like(ids, -1))
+        ops.moe_add(sums, ops.table(every), ops.table(x), nothing, ops.table(weights), bank, limit, True)
+    return ops.moe_end(sums)
+
+
 @build
 def moe(rng, t, experts, d, inter, k, slices, limit):
     """FP4 experts and an FP8 shared one; expert 0 is everybody's first choice."""
@@ -401,7 +422,8 @@ def moe(rng, t, experts, d, inter, k, slices, limit):
     def run(ops, x, ids, weight):
         made = [tuple(ops.matrix("fp4", *w) for w in expert) for expert in routed]
         bank = ops.bank(made, tuple(ops.matrix("fp8", *w) for w in shared))
-        return {"y": ops.moe(x, ids, weight, bank, limit, slices)}
+        later = moe_in_calls(ops, (x, ids, weight), bank, limit, slices, k + 1, [range(i, experts, 2) for i in (1, 0)])
+        return {"y": ops.moe(x, ids, weight, bank, limit, slices), "later": later}
 
     ids = np.stack([np.sort(np.r_[0, 1 + rng.permutation(experts - 1)[: k - 1]]) for _ in range(t)]).astype(np.int32)
     inputs = {"x": normal(rng, t, d), "ids": ids, "weight": rng.random((t, k)).astype(np.float32)}

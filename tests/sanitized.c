@@ -50,6 +50,22 @@ static int linear_case(enum format format, int64_t n, int64_t k, int64_t rows, i
 
 #define TO_64(n) (((n) + 63) / 64 * 64)
 
+/* In one call (lanes 0), or each expert by itself with sums in between. */
+static void moe_calls(const struct kernels *kernels, struct moe_args a, int n, int64_t lanes)
+{
+    const int64_t size = 4 * a.rows * lanes * a.slices * a.d;
+    int64_t *place = block(8 * a.rows, 8);
+    float *sums = memset(block(size, 4), 0, (size_t)size);
+    struct moe_end_args end = {sums, a.y, a.rows, lanes, a.d, a.slices};
+    if (lanes) a.sums = sums, a.place = place, a.y = NULL, a.uses = 1;
+    for (int use = 0; use < (lanes ? 2 : 1); use++, a.expert++, a.first++) {
+        for (int64_t t = 0; t < a.rows; t++) place[t] = t * lanes + (lanes > 1 ? use : 0);
+        a.next_inner = a.next_output = a.wide = 0;
+        if (team_run(n, kernels->moe, &a)) abort();
+    }
+    if (lanes && team_run(n, kernels->moe_end, &end)) abort();
+}
+
 /* One routed FP4 expert and the FP8 one that all share, each of them for every row. */
 static int moe_case(int64_t d, int64_t inner, int64_t rows, int slices)
 {
@@ -64,20 +80,20 @@ static int moe_case(int64_t d, int64_t inner, int64_t rows, int slices)
     expert[1] = 1;
     const int64_t size = 4 * rows * d;
     float *kept = NULL;
-    struct moe_args a = {.matrices = m, .x = numbers(rows * d), .rows = rows, .d = d, .inner = inner, .uses = 2,
-                         .expert = expert, .first = first, .row = row, .weight = numbers(2 * rows), .limit = 10,
-                         .slices = slices, .plain = block(size, 4), .packed = block(4 * rows * TO_64(d), 4),
+    struct moe_args a = {.matrices = m, .x = numbers(rows * d), .rows = rows, .parts = rows, .d = d, .inner = inner, .uses = 2,
+                         .expert = expert, .first = first, .row = row, .part = row, .weight = numbers(2 * rows),
+                         .limit = 10, .slices = slices, .plain = block(size, 4), .packed = block(4 * rows * TO_64(d), 4),
                          .act = block(8 * rows * TO_64(inner), 4),
                          .totals = block(4 * THREADS * slices * rows * MOE_WIDTH, 4)};
     int good = 0;
     for (int i = 0; i < SETS; i++) {
         const struct kernels *kernels = kernels_find(sets[i]);
         if (!kernels) continue;
-        for (int n = 1; n <= THREADS; n += THREADS - 1) {
+        for (int run = 0; run < 6; run++) {
+            const int n = run % 2 ? THREADS : 1;
             a.y = block(size, 4);
             memset(a.y, n > 1 ? 0x55 : 0xff, (size_t)size);
-            a.next_inner = a.next_output = a.wide = 0;
-            if (team_run(n, kernels->moe, &a)) abort();
+            moe_calls(kernels, a, n, run / 2);
             if (kept && memcmp(kept, a.y, (size_t)size)) return fprintf(stderr, "experts: %s differs\n", sets[i]), -1;
             kept = a.y;
         }

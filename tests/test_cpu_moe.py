@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from compare import rel_l2, same_bits
 from cpu_cases import ISAS, inputs, poison, weights
+from ops_cases import moe_in_calls
 
 from dsv4.errors import CheckpointError, InputError
 from dsv4.ops.cpu import CpuOps
@@ -233,3 +234,73 @@ def test_an_expert_chosen_twice_counts_twice():
     reference, cpu = ReferenceOps(), CpuOps(threads=1)
     expected = cpu.moe(x, ids, weight, bank_of(cpu, arrays), 10.0, 1)
     assert rel_l2(reference.moe(x, ids, weight, bank_of(reference, arrays), 10.0, 1), expected) <= 3e-7
+
+
+# ---------------------------------------------------------------------- in several calls
+def in_calls(ops, case, t, order):
+    """A layer in one call and in several: with a lane for each choice in the given order of experts, and ascending with one."""
+    d, inner, experts, k, slices, limit, fmt = case
+    bank, given = bank_of(ops, layer(d, inner, experts, fmt)), (inputs(t, d), *routing(t, experts, k))
+    calls = [order[i : i + 2] for i in range(0, experts, 2)]
+    sizes = limit, slices
+    yield "whole", ops.moe(*given, bank, *sizes)
+    yield "any order", moe_in_calls(ops, given, bank, *sizes, k + 1, calls)
+    yield "nobody at first", moe_in_calls(ops, given, bank, *sizes, k + 1, [[], *calls])
+    yield "ascending", moe_in_calls(ops, given, bank, *sizes, 1, [range(i, i + 3) for i in range(0, experts, 3)])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calls_do_not_show(cpu, case):
+    for t in (1, 3, 70):
+        for seed in range(2):
+            (_, whole), *others = in_calls(cpu, case, t, np.random.default_rng(seed).permutation(case[2]).tolist())
+            for name, y in others:
+                same_bits(y, whole, f"{name}, {t} rows")
+
+
+def test_an_order_that_is_not_ascending_shows(cpu):
+    """The control: with one lane the sums are other ones."""
+    d, inner, experts, k, slices, limit, fmt = CASES[2]
+    bank, given = bank_of(cpu, layer(d, inner, experts, fmt)), (inputs(3, d), *routing(3, experts, k))
+    calls = [[e] for e in reversed(range(experts))]
+    with pytest.raises(AssertionError, match="differ"):
+        same_bits(moe_in_calls(cpu, given, bank, limit, slices, 1, calls), cpu.moe(*given, bank, limit, slices))
+
+
+def test_products_beyond_float32_are_added_once():
+    """Where one instruction set leaves a call to another."""
+    d, inner = 128, 128
+    routed, shared = layer(d, inner, 2, "fp4")
+    routed[0][0][1][...] = routed[0][2][1][...] = 0x77
+    for other in (routed[1], shared):
+        other[0][1][...] = other[2][1][...] = 0
+    ids, weight, x = np.int32([[0, 1]]), np.ones((1, 2), np.float32), inputs(1, d)
+    x[0, :4] = 4e30  # large enough for that, not for other sums
+    for isa in ISAS:
+        ops = CpuOps(2, isa)
+        bank = bank_of(ops, (routed, shared))
+        whole = ops.moe(x, ids, weight, bank, 10.0, 1)
+        assert np.isfinite(whole).all() and whole.any()
+        same_bits(moe_in_calls(ops, (x, ids, weight), bank, 10.0, 1, 1, [[0], [1]]), whole, isa)
+
+
+def test_wrong_sums_are_named(cpu):
+    bank = bank_of(cpu, layer(128, 256, 2, "fp4"))
+    x, ids, weight = inputs(3, 128), np.zeros((3, 2), np.int32), np.ones((3, 2), np.float32)
+    sums, where = np.zeros((5, 3, 2, 128), np.float32), np.arange(3, dtype=np.int32)
+    for wrong, words in [
+        ((sums[:, :2].copy(), where, x, ids), "sums float32 .rows, 1 or 3, slices, 128."),
+        ((sums[:, :, :, :96].copy(), where, x, ids), "slices, 128"),
+        ((sums.astype(np.float64), where, x, ids), "found float64"),
+        ((np.zeros((5, 3, 4, 128), np.float32), where, x, ids), "slices: expected"),
+        ((sums, where[:2], x, ids), r"where int32 \[3\]"),
+        ((sums, where + 3, x, ids), "rows 0 to 4, found 3 to 5"),
+        ((sums, where - 1, x, ids), "found -1 to 1"),
+        ((sums, where, x, ids + 2), "ids -1 to 1, found 2 to 2"),
+        ((sums, where, x, ids - 2), "found -2"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            cpu.moe_add(*wrong, weight, bank, 1.0, False)
+    assert not sums.any()
+    with pytest.raises(InputError, match="moe_end: expected"):
+        cpu.moe_end(sums[0])

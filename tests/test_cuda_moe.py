@@ -6,7 +6,7 @@ from compare import rel_l2, same_bits
 from cpu_cases import inputs, weights
 from cuda_ops import HostOps, emulated, launch
 from emulation.launcher import REVERSE
-from test_cpu_moe import CASES, bank_of, layer, routing
+from test_cpu_moe import CASES, bank_of, in_calls, layer, routing
 
 from dsv4.errors import CheckpointError, InputError
 from dsv4.ops import cuda_dense
@@ -121,6 +121,17 @@ def test_an_id_of_no_expert_shows_in_its_row_alone(cuda):
         y = cuda.moe(x, broken, weight, bank, 10.0, 1)
         assert np.isnan(y[5]).all()
         same_bits(np.delete(y, 5, axis=0), np.delete(whole, 5, axis=0))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calls_do_not_show(cuda, case, monkeypatch):
+    """Experts as they come; also where outputs are computed in several goes."""
+    for t, scratch in ((1, None), (3, None), (40, None), (40, 4 * 40 * (case[3] + 1) * case[4] * 128)):
+        if scratch:
+            monkeypatch.setattr(cuda_dense, "EXPERT_SCRATCH", scratch)
+        (_, whole), *others = in_calls(cuda, case, t, np.random.default_rng(t).permutation(case[2]).tolist())
+        for name, y in others:
+            same_bits(y, whole, f"{name}, {t} rows")
 
 
 def test_a_nan_in_a_row_is_its_own(cuda):
@@ -239,11 +250,13 @@ def test_wrong_inputs_are_named(cuda):
     routed, shared = layer(128, 128, 2, "fp4")
     bank = bank_of(cuda, (routed, shared))
     x, ids, weight = inputs(3, 128), np.zeros((3, 2), np.int32), np.ones((3, 2), np.float32)
-    gate = cuda.matrix(*weights("bf16", 4, 128))
+    gate, where = cuda.matrix(*weights("bf16", 4, 128)), np.arange(3, dtype=np.int32)
     for call, error, words in [
         (lambda: cuda.moe(x, ids.astype(np.int64), weight, bank, 1.0, 1), InputError, "int32"),
         (lambda: cuda.moe(x, ids[:2], weight, bank, 1.0, 1), InputError, "int32"),
         (lambda: cuda.moe(x, ids, weight, bank, 1.0, 2), InputError, "slices"),
+        (lambda: cuda.moe_add(np.zeros((3, 2, 1, 128), np.float32), where, x, ids, weight, bank, 1.0, True), InputError, "1 or 3, slices, 128"),
+        (lambda: cuda.moe_add(np.zeros((3, 3, 1, 128), np.float32), where[:2], x, ids, weight, bank, 1.0, True), InputError, "where int32"),
         (lambda: cuda.gate(x, gate, None, None, ids[:, 0], 5, 1.0), InputError, "1 to 4"),
         (lambda: bank_of(cuda, (layer(128, 256, 1, "fp4")[0], shared)), CheckpointError, "expert 0, w1"),
         (lambda: bank_of(cuda, (layer(128, 128, 1, "bf16")[0], shared)), CheckpointError, "fp4 or fp8"),

@@ -65,7 +65,8 @@ def test_the_count_sees_what_is_held_too_long():
     assert sized.forward() > step_bytes(REAL, sized.split, 512, 32768)
 
 
-def test_the_engine_keeps_to_its_plan(checkpoint_dir, monkeypatch):
+@pytest.mark.parametrize("cache", [None, 80_000])
+def test_the_engine_keeps_to_its_plan(checkpoint_dir, monkeypatch, cache):
     """Several sequences: their prompts, drafts of all at once, rounds. Arrays that end a byte too far are seen by the sanitizer."""
     from cuda_ops import emulated
 
@@ -73,9 +74,12 @@ def test_the_engine_keeps_to_its_plan(checkpoint_dir, monkeypatch):
     monkeypatch.setattr(loading, "open_ops", lambda name, **_: ops)
     reserved = []
     monkeypatch.setattr(ops.launcher, "reserve", lambda nbytes: reserved.append((nbytes, ops.launcher.live)))
-    with dsv4.Engine.load(checkpoint_dir("tiny-m"), backend="cuda", max_context=256, chunk=16, max_sessions=4) as engine:
+    with dsv4.Engine.load(checkpoint_dir("tiny-m"), backend="cuda", max_context=256, chunk=16, max_sessions=4, expert_cache=cache) as engine:
         ((planned, before),) = reserved
-        assert planned == engine.plan.step > 0
+        config, rows = engine.config, max(16, 1 + engine.config.dspark.block_size)
+        split, k = Split.of(config), config.num_experts_per_tok
+        sums = 4 * rows * (k + 1) * split.moe_slices * config.hidden_size if cache else 0  # while experts come
+        assert planned == engine.plan.step == step_bytes(config, split, rows, 256) + sums
         ops.launcher.peak = before
         sessions = [engine.session() for _ in range(4)]
         for session in sessions:

@@ -7,12 +7,15 @@ import pytest
 from compare import same_bits
 from staging_stages import INNER, SLICES, D, FileExperts, LateStage
 
+from dsv4._cpu import Bank
 from dsv4.errors import BackendError, CheckpointError, ConfigError, InputError
+from dsv4.experts import store
 from dsv4.experts.cache import Cache
 from dsv4.experts.store import Store, slots_for
 from dsv4.ops import open_ops
+from dsv4.ops.staging import HostStage
 
-K = 2
+K, MANY = 2, 4  # experts of a row: as the store is told, and where order matters (a sum of two has none)
 BANKS = {"layers.0.": 12, "layers.1.": 12, "layers.2.": 12, "mtp.0.": 9}
 
 
@@ -46,9 +49,9 @@ class Model:
                 ids = np.sort(self.fixed[tokens], axis=1).astype(np.int32)
             else:
                 n = BANKS[prefix]
-                ids = np.stack([np.sort(rng.choice(n, K, replace=False)) for _ in tokens]).astype(np.int32)
+                ids = np.stack([np.sort(rng.choice(n, MANY, replace=False)) for _ in tokens]).astype(np.int32)
             x = rng.standard_normal((len(tokens), D), np.float32)
-            weights = rng.random((len(tokens), K), np.float32)
+            weights = rng.random(ids.shape, np.float32)
             expected = self.ops.moe(x, ids, weights, self.plain[prefix], 7.0, SLICES)
             assert np.isfinite(expected).all() and expected.any()
             found = self.store.moe(x, ids, weights, self.staged[prefix], 7.0, SLICES)
@@ -63,9 +66,11 @@ class Model:
 ALL = sum(BANKS.values())
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("threads, sums", [(1, 64), (2, 64), (3, 5), (4, 1)])
 @pytest.mark.parametrize("slots", [K, K + 1, 2 * K, 7, 20, ALL])
-def test_random_steps_give_the_bits_of_resident_experts(tmp_path, slots, threads):
+def test_random_steps_give_the_bits_of_resident_experts(tmp_path, monkeypatch, slots, threads, sums):
+    """sums: there is room for so many."""
+    monkeypatch.setattr(store, "SUMS", 4 * SLICES * D * sums)
     model = Model(tmp_path / "experts", slots, threads)
     model.store.hold([model.staged["mtp.0."]])
     model.run(seed=slots + threads, steps=12)
@@ -96,19 +101,24 @@ def test_copies_come_after_the_work_that_reads_the_slot(tmp_path, monkeypatch):
     """A mark that is taken too early is noticed by this stage."""
     for early in (False, True):
         model = Model(tmp_path / "experts", 5)
-        compute = model.ops.moe
         model.ops.bank = lambda experts, shared, make=model.ops.bank: ([*experts], make(experts, shared))
 
-        def moe(x, ids, weights, bank, *rest):
-            if isinstance(bank, tuple):  # of the store
-                model.calls += 1
-                for slot, matrices in enumerate(model.store._matrices):
-                    if any(matrices is one for one in bank[0]):
-                        model.stage.used[slot] = model.calls
-                bank = bank[1]
-            return compute(x, ids, weights, bank, *rest)
+        def noting(compute):
+            def call(*given):
+                given = list(given)
+                at = next(i for i, one in enumerate(given) if isinstance(one, (tuple, Bank)))
+                if isinstance(given[at], tuple):  # of the store
+                    model.calls += 1
+                    experts, given[at] = given[at]
+                    for slot, matrices in enumerate(model.store._matrices):
+                        if any(matrices is one for one in experts):
+                            model.stage.used[slot] = model.calls
+                return compute(*given)
 
-        monkeypatch.setattr(model.ops, "moe", moe)
+            return call
+
+        for name in ("moe", "moe_add"):
+            monkeypatch.setattr(model.ops, name, noting(getattr(model.ops, name)))
         if early:
             model.stage.mark = lambda: 0
         model.run(seed=2, steps=6)
@@ -216,35 +226,119 @@ def test_a_stage_that_fails_is_heard_in_the_forward(tmp_path, method):
 def test_an_error_in_the_computation_leaves_nothing_pinned(tmp_path):
     model = Model(tmp_path / "experts", 6)
     with pytest.raises(InputError):
-        model.store.moe(np.zeros((3, D), np.float32)[:, ::2], np.array([[0, 1], [2, 3], [4, 5]], np.int32),
+        model.store.moe(np.zeros((3, D + 8), np.float32), np.array([[0, 1], [2, 3], [4, 5]], np.int32),
                         np.ones((3, 2), np.float32), model.staged["layers.2."], 7.0, SLICES)  # fmt: skip
     assert model.store._cache.room() == 6
     model.run(seed=1, steps=2)
 
 
 # ---------------------------------------------------------------------- what is fetched, and when
-def test_rows_that_are_ready_compute_while_others_are_read(tmp_path):
-    """The second row's experts arrive only after the first row has been computed."""
+class Road:
+    """What keeps a layer's experts from being read until others have been computed; and which have (−1: the shared one).
+
+    wanted: of the first read, of the second …; what may be read at once: [].
+    """
+
+    def __init__(self, model, monkeypatch, wanted=()):
+        self.model, self.wanted, self.computed, self.changed = model, iter(wanted), [], threading.Condition()
+        self.add, self.free = model.ops.moe_add, model.stage.free
+        monkeypatch.setattr(model.ops, "moe_add", self.compute)
+        monkeypatch.setattr(model.stage, "free", self.read)
+
+    def compute(self, sums, where, x, ids, weights, bank, limit, shared):
+        self.add(sums, where, x, ids, weights, bank, limit, shared)
+        with self.changed:
+            self.computed += [*self.experts, *([-1] if shared else [])]
+            self.changed.notify()
+
+    def read(self, half):
+        wanted = set(next(self.wanted, []))
+        with self.changed:
+            assert self.changed.wait_for(lambda: wanted <= set(self.computed), 20), f"{wanted} before {self.computed}"
+        self.free(half)
+
+    def go(self, ids):
+        """A layer of rows that choose these, against all experts in memory → the experts computed, in order."""
+        model, ids, bank = self.model, np.array(ids, np.int32), "layers.2."
+        choices = model.store._choices
+
+        def noting(chosen, which, experts, slots):
+            self.experts = experts.tolist()
+            return choices(chosen, which, experts, slots)
+
+        model.store._choices = noting
+        rng = np.random.default_rng(len(ids))
+        given = rng.standard_normal((len(ids), D), np.float32), ids, rng.random(ids.shape, np.float32)
+        found = model.store.moe(*given, model.staged[bank], 7.0, SLICES)
+        same_bits(found, model.ops.moe(*given, model.plain[bank], 7.0, SLICES))
+        return self.computed
+
+
+@pytest.mark.parametrize("stage", [HostStage, LateStage])
+@pytest.mark.parametrize("here, ids", [
+    ([5, 6], [[1, 5, 6, 9]]), ([5, 6], [[5, 9, 10]]), ([5, 6], [[1, 2, 3]]), ([1, 5], [[1, 9, 10], [2, 5, 9], [1, 2, 3]]),
+])  # fmt: skip
+def test_what_is_there_computes_while_the_rest_travels(tmp_path, monkeypatch, stage, here, ids):
+    """No expert is read before the shared one and those that are there have been computed, also for a single row."""
+    model = Model(tmp_path / "experts", 8, make_stage=lambda slots, size, **_: stage(slots, size))
+    model.store.moe(np.ones((1, D), np.float32), np.array([here], np.int32), np.ones((1, K), np.float32), model.staged["layers.2."],
+                    7.0, SLICES)  # fmt: skip
+    needed = set(np.ravel(ids).tolist())
+    road = Road(model, monkeypatch, [{-1, *needed} & {-1, *here}])
+    assert sorted(road.go(ids)) == sorted({-1, *needed})
+
+
+def test_an_expert_computes_while_the_next_one_travels(tmp_path, monkeypatch):
     model = Model(tmp_path / "experts", 8)
-    x, weights = np.ones((2, D), np.float32), np.ones((2, K), np.float32)
-    run = lambda ids: model.store.moe(x[: len(ids)], np.array(ids, np.int32), weights[: len(ids)], model.staged["layers.2."], 7.0, SLICES)  # noqa: E731
-    run([[0, 1]])
-    computed, send, order = threading.Event(), model.stage.send, []
+    road = Road(model, monkeypatch, [[-1], [3], [3, 4], [3, 4, 8]])
+    assert road.go([[3, 8], [4, 11]]) == [-1, 3, 4, 8, 11]
 
-    def waiting(*arguments):
-        assert computed.wait(30)
-        send(*arguments)
 
-    moe = model.ops.moe
+def test_a_file_that_shrinks_under_way(tmp_path, monkeypatch):
+    """After what is there has been computed: one line, nothing pinned, and the next forward may try again."""
+    model = Model(tmp_path / "experts", 8)
+    road = Road(model, monkeypatch, [[], [], [-1, 5]])
+    road.go([[5, 6]])
+    road.computed.clear()
+    whole = (tmp_path / "experts").read_bytes()
+    with open(tmp_path / "experts", "r+b") as file:
+        free, sizes = model.stage.free, iter([0])
+        monkeypatch.setattr(model.stage, "free", lambda half: (free(half), [file.truncate(n) for n in sizes]))
+        with pytest.raises(CheckpointError, match=r"experts: layers\.2\.1\.0: expected whole tensors.*found the end of the file") as caught:
+            road.go([[1, 5], [2, 5]])
+        assert "\n" not in str(caught.value) and road.computed == [5, -1] and model.store._cache.room() == 8
+        file.write(whole)
+        file.flush()
+        monkeypatch.setattr(model.stage, "free", free)
+        road.go([[1, 5], [2, 5]])
 
-    def noting(x, *rest):
-        order.append(len(x))
-        computed.set()
-        return moe(x, *rest)
 
-    model.stage.send, model.ops.moe = waiting, noting
-    run([[2, 3], [0, 1]])
-    assert order == [1, 1]
+@pytest.mark.parametrize("slots, rows", [(K, 12), (2 * K, 12), (7, 40), (11, 40)])
+def test_rows_beyond_the_room_for_sums_read_an_expert_once(tmp_path, monkeypatch, slots, rows):
+    """Experts ascending, each for all rows; and what is there stays for its turn."""
+    model, size = Model(tmp_path / "experts", slots), 4 * SLICES * D
+    rng = np.random.default_rng(slots)
+    ids = np.stack([np.sort(rng.choice(12, MANY, replace=False)) for _ in range(rows)])
+    needed = np.unique(ids)
+    for turn in range(2):
+        monkeypatch.setattr(store, "SUMS", size * rows)
+        before = model.store.counters.bytes_staged
+        assert Road(model, monkeypatch).go(ids) == [*needed, -1]
+        read = (model.store.counters.bytes_staged - before) // model.source.layout.nbytes
+        assert read == len(needed) if not turn else read <= len(needed) - max(0, slots - 2 * K)
+    monkeypatch.setattr(store, "SUMS", size * -(-rows // 3))  # three passes
+    before = model.store.counters.bytes_staged
+    Road(model, monkeypatch).go(ids)
+    assert model.store.counters.bytes_staged - before <= 3 * len(needed) * model.source.layout.nbytes
+
+
+def test_one_sum_for_experts_in_any_order_changes_bits(tmp_path, monkeypatch):
+    """The control: sums in the order in which experts come are other sums."""
+    model = Model(tmp_path / "experts", 8)
+    begin = model.ops.moe_begin
+    monkeypatch.setattr(model.ops, "moe_begin", lambda rows, lanes, *sizes: begin(rows, 1, *sizes))
+    with pytest.raises(AssertionError, match="differ"):
+        model.run(seed=1, steps=5)
 
 
 def test_an_expert_is_read_while_the_one_before_is_copied(tmp_path):

@@ -13,7 +13,7 @@ from ..split import Split
 from ..weights import MakeBank
 from .packed import PackedExperts
 from .sources import CheckpointExperts
-from .store import Store, slots_for
+from .store import Store, slots_for, sum_bytes
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class Placement:
         """Bytes for plan.make_plan."""
         size = self.source.layout.nbytes
         return {"expert_cache": self.slots * size, "staging": 2 * size if self.slots else 0}
+
+    def step_bytes(self, config: ModelConfig, split: Split, rows: int) -> int:
+        """What a forward takes beyond the same one without a store, where the backend computes."""
+        return sum_bytes(rows, self.per_token, split.moe_slices, config.hidden_size) if self.slots else 0
 
     @property
     def left_out(self) -> int:

@@ -1,11 +1,11 @@
 """Store: the experts a forward needs, staged in the background while those that are there compute.
 
-The model's thread decides: which rows go next, which experts they need, which slots those get. One thread of the store
-reads and copies, in the order it was asked to. So a slot that is given away twice ends with the last one's bytes, and
-whoever computes has waited for the load of his own.
+The model's thread decides: which experts go next, and which slots they get. One thread of the store reads and copies, in
+the order it was asked to. So a slot that is given away twice ends with the last one's bytes, and whoever computes has
+waited for the load of his own.
 
-Rows are cut into groups whose experts fit. A row's bits do not depend on the other rows of a call, so neither do they
-depend on the groups, on what is resident, or on when it came.
+Experts compute as they come, each for all rows that chose it, and a row's sum is made in several calls. Its order is
+fixed (Ops.moe_begin), so no bit depends on which experts were there, or on when the others came.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from ..errors import ConfigError
 from ..ops import Ops
 from .cache import Cache
 from .sources import Source, read_expert
+
+SUMS = 64 << 20  # bytes of sums that rows may take while their experts come
 
 
 @dataclass
@@ -52,22 +54,24 @@ class StagedBank:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Experts on their way to their slots."""
+    """An expert on its way to its slot."""
 
     bank: int
     prefix: str
-    experts: np.ndarray
-    slots: np.ndarray
-    mark: Any  # Stage.mark: the slots' former experts are not read after it
+    expert: int
+    slot: int
+    mark: Any  # Stage.mark: the slot's former expert is not read after it
     done: Future = field(default_factory=Future)
 
 
-class Group(NamedTuple):
-    """Rows whose experts have slots. experts: ascending ids; slots: one each, pinned."""
+class Layer(NamedTuple):
+    """What Ops.moe is given for a layer. chosen: the ids, on the host."""
 
-    rows: np.ndarray
-    experts: np.ndarray
-    slots: np.ndarray
+    x: Any
+    chosen: np.ndarray
+    weights: Any
+    bank: StagedBank
+    limit: float
 
 
 def slots_for(budget: int, slot_bytes: int, per_token: int, experts: int) -> int:
@@ -78,6 +82,11 @@ def slots_for(budget: int, slot_bytes: int, per_token: int, experts: int) -> int
             f"{slot_bytes} bytes each on this rank; found {budget}"
         )
     return min(budget // slot_bytes, experts)
+
+
+def sum_bytes(rows: int, per_token: int, slices: int, d: int) -> int:
+    """Of the sums of a forward of at most so many rows while their experts come."""
+    return min(rows * (per_token + 1) * slices * d * 4, max(SUMS, slices * d * 4))
 
 
 class Store:
@@ -136,25 +145,21 @@ class Store:
     def moe(self, x: Any, ids: Any, weights: Any, bank: StagedBank, limit: float, slices: int) -> Any:
         """Ops.moe, of experts in the store."""
         self._enter()
-        ops, chosen = self._ops, self._ops.to_host(ids)
-        needed = np.unique(chosen)
+        layer = Layer(x, self._ops.to_host(ids), weights, bank, limit)
+        needed = np.unique(layer.chosen)
         hits = self._cache.count(bank.number, needed)
         self.counters.hits += hits
         self.counters.misses += len(needed) - hits
-        y = None
-        with closing(self._groups(bank, chosen, needed)) as groups:
-            for group in groups:
-                matrices = ops.bank([self._matrices[slot] for slot in group.slots], bank.shared)
-                places = ops.table(np.searchsorted(group.experts, chosen[group.rows]).astype(np.int32))
-                rows = ops.table(group.rows)
-                if len(group.rows) == len(chosen):
-                    y = ops.moe(x, places, weights, matrices, limit, slices)
-                    break  # in one piece
-                y = ops.zeros(x.shape, np.float32) if y is None else y
-                y[rows] = ops.moe(x[rows], places, weights[rows], matrices, limit, slices)
+        slots = self._cache.place[bank.number, needed]
+        if all(map(self._there, slots.tolist())):
+            self._wait(slots)
+            matrices, places = self._choices(layer.chosen, bank, needed, slots)
+            y = self._ops.moe(x, self._ops.table(places), weights, matrices, limit, slices)
+        else:
+            y = self._in_passes(layer, slices)
         self._release(bank.number)
         self._busy = False
-        return ops.zeros(x.shape, np.float32) if y is None else y
+        return y
 
     def _enter(self, clean: bool = True) -> None:
         """What begin and moe start with. After an error or an interrupt, at whatever place, nothing is taken for resident:
@@ -165,56 +170,94 @@ class Store:
             self._ahead.clear()
         self._busy = True
 
-    def _groups(self, bank: StagedBank, chosen: np.ndarray, needed: np.ndarray) -> Iterator[Group]:
-        """The rows of chosen int32 [T, k] in groups, each when its experts are there; the next one's are on their way.
+    def _there(self, slot: int) -> bool:
+        """Whether a slot (−1: none) holds its expert, or its load has come to an end."""
+        load = self._loads.get(slot)
+        return slot >= 0 and (load is None or load.done.done())
 
-        needed: the experts chosen, ascending.
+    def _choices(self, chosen: np.ndarray, bank: StagedBank, experts: np.ndarray, slots: np.ndarray) -> tuple[Any, np.ndarray]:
+        """The bank of some experts (ascending), and what was chosen by its numbers: int32, −1 where it is none of them."""
+        numbers = np.full(self._source.banks[bank.prefix], -1, np.int32)
+        numbers[experts] = np.arange(len(experts))
+        return self._ops.bank([self._matrices[slot] for slot in slots], bank.shared), numbers[chosen]
+
+    def _in_passes(self, layer: Layer, slices: int) -> Any:
+        """The layer's sums for as many rows at a time as SUMS allows: each pass reads an expert once."""
+        t, d = layer.x.shape
+        most = max(1, SUMS // (4 * slices * d))
+        if t <= most:
+            return self._pass(layer, slices, most)
+        y = self._ops.zeros((t, d), np.float32)
+        for first in range(0, t, most):
+            rows = slice(first, first + most)
+            part = layer._replace(x=layer.x[rows], chosen=layer.chosen[rows], weights=layer.weights[rows])
+            y[rows] = self._pass(part, slices, most)
+        return y
+
+    def _pass(self, layer: Layer, slices: int, most: int) -> Any:
+        """Rows whose sums fit. Where each choice can have its own, what is there computes while the rest travels."""
+        t, k = layer.chosen.shape
+        ascending = t * (k + 1) > most
+        sums = self._ops.moe_begin(t, 1 if ascending else k + 1, slices, layer.x.shape[1])
+        nobody, shared = np.zeros(0, np.int64), not ascending
+        with closing(self._arrivals(layer.bank, np.unique(layer.chosen), ascending)) as arrivals:
+            for experts, slots in arrivals:
+                self._add(sums, layer, experts, slots, shared)
+                shared = False
+        if ascending:
+            self._add(sums, layer, nobody, nobody, True)
+        return self._ops.moe_end(sums)
+
+    def _add(self, sums: Any, layer: Layer, experts: np.ndarray, slots: np.ndarray, shared: bool) -> None:
+        """Ops.moe_add of the rows that chose one of these experts; with `shared` of all rows."""
+        order = np.argsort(experts)
+        x, weights, table = layer.x, layer.weights, self._ops.table
+        matrices, ids = self._choices(layer.chosen, layer.bank, experts[order], slots[order])
+        rows = np.arange(len(ids), dtype=np.int32)
+        where = table(rows)
+        if not shared and len(used := rows[(ids >= 0).any(axis=1)]) < len(rows):
+            ids, where = ids[used], table(used)
+            x, weights = x[where], weights[where]
+        self._ops.moe_add(sums, where, x, table(ids), weights, matrices, layer.limit, shared)
+
+    def _arrivals(self, bank: StagedBank, needed: np.ndarray, ascending: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The experts needed (ascending) in batches that are there, with their slots; the next ones are on their way.
+
+        ascending: in this order. Else those that are there come first, and the first batch waits for nobody, so that it may
+        be empty.
         """
         slots = self._cache.place[bank.number, needed]
-        if (slots >= 0).all() and self._loads.keys().isdisjoint(slots.tolist()):
-            yield Group(np.arange(len(chosen)), needed, slots)  # all there, and none will go for another
-            return
+        there = np.array([self._there(slot) for slot in slots.tolist()])
         room = self._cache.room()
-        overlap = room >= 2 * self._per_token
-        most = room // 2 if overlap else room
-        loose = self._cache.unpinned(bank.number, np.arange(self._source.banks[bank.prefix]))
-        rows, pinned = np.arange(len(chosen)), []
+        if ascending:  # what is there must not go for what comes before it, as far as there is room beside it
+            kept = slots[there][: max(0, room - 2 * self._per_token)]
+            self._cache.pin(bank.number, needed[there][: len(kept)])
+            queue = needed
+        else:
+            kept = slots[:0]
+            queue = needed[np.lexsort((slots < 0, ~there))]
+        experts, pinned, wait = queue[:0], slots[:0], ascending
         try:
-            while len(rows) or pinned:
-                while len(rows) and len(pinned) < 1 + overlap:
-                    group, rows = self._next(bank, chosen, rows, loose, most)
-                    pinned.append(group)
-                self._wait(pinned[0].slots)
-                yield pinned[0]
-                self._cache.unpin(pinned.pop(0).slots)
+            while len(queue) or len(pinned):
+                loose = np.cumsum(self._cache.unpinned(bank.number, queue))
+                fit = int(np.searchsorted(loose, self._cache.room(), "right"))
+                sent = self._send(bank, queue[:fit])[0]
+                experts, pinned, queue = np.append(experts, queue[:fit]), np.append(pinned, sent), queue[fit:]
+                count = self._ready(pinned, most=len(pinned) - len(pinned) // 2 if len(queue) else len(pinned), wait=wait)
+                yield experts[:count], pinned[:count]
+                self._cache.unpin(pinned[:count])
+                experts, pinned, wait = experts[count:], pinned[count:], True
         finally:
-            for group in pinned:
-                self._cache.unpin(group.slots)
+            for some in (kept, pinned):
+                self._cache.unpin(some)
 
-    def _next(
-        self, bank: StagedBank, chosen: np.ndarray, rows: np.ndarray, loose: np.ndarray, most: int
-    ) -> tuple[Group, np.ndarray]:
-        """The next group of the rows left, and the rows after it.
-
-        loose bool [experts]: those that take up one of the slots that groups share; a group has at most `most` of these.
-        Rows whose experts are all there come first, by themselves. Of others at most two rows' worth of missing experts,
-        so that these compute while the next ones are read.
-        """
-        slots = self._cache.place[bank.number, chosen[rows]]
-        there = (slots >= 0).all(axis=1) & ~np.isin(slots, list(self._loads)).any(axis=1)
-        rows, resident = rows[np.argsort(~there, kind="stable")], int(there.sum())
-        taken: set[int] = set()
-        length = 0
-        for row in rows[: resident or None]:
-            more = taken.union(chosen[row].tolist())
-            experts = np.array(sorted(more))
-            missing = np.count_nonzero(self._cache.place[bank.number, experts] < 0)
-            if length and (np.count_nonzero(loose[experts]) > most or missing > 2 * self._per_token):
-                break
-            taken, length = more, length + 1
-        experts = np.array(sorted(taken))
-        group = Group(np.sort(rows[:length]), experts, self._send(bank, experts)[0])
-        return group, np.sort(rows[length:])
+    def _ready(self, slots: np.ndarray, most: int, wait: bool) -> int:
+        """How many of these slots, from the first on, are filled. wait: at least one."""
+        if wait:
+            self._wait(slots[:1])
+        count = next((i for i, slot in enumerate(slots.tolist()) if i == most or not self._there(slot)), len(slots))
+        self._wait(slots[:count])
+        return count
 
     # ------------------------------------------------------------------ loads
     def _send(self, bank: StagedBank, experts: np.ndarray) -> tuple[np.ndarray, int]:
@@ -222,22 +265,21 @@ class Store:
         slots, missing = self._cache.pin(bank.number, experts)
         new = slots[missing]
         if len(new):
-            load = Load(bank.number, bank.prefix, experts[missing], new, self._stage.mark())
-            for slot in new.tolist():
+            mark = self._stage.mark()
+            for expert, slot in zip(experts[missing].tolist(), new.tolist()):
                 self._matrices[slot] = self._source.layout.matrices(self._ops, self._stage.slot(slot))
-                self._loads[slot] = load
-            self._reader.submit(self._fill, load)
+                self._loads[slot] = load = Load(bank.number, bank.prefix, expert, slot, mark)
+                self._reader.submit(self._fill, load)
         return slots, len(new)
 
     def _fill(self, load: Load) -> None:
-        """Read a load's experts and have them copied. In the store's own thread."""
+        """Read a load's expert and have it copied. In the store's own thread."""
         try:
-            for expert, slot in zip(load.experts.tolist(), load.slots.tolist()):
-                half, self._half = self._half, 1 - self._half
-                self._stage.free(half)
-                read_expert(self._source, load.prefix, expert, self._stage.buffers[half], self._threads)
-                self._stage.send(half, slot, load.mark)
-                self.counters.bytes_staged += self._source.layout.nbytes
+            half, self._half = self._half, 1 - self._half
+            self._stage.free(half)
+            read_expert(self._source, load.prefix, load.expert, self._stage.buffers[half], self._threads)
+            self._stage.send(half, load.slot, load.mark)
+            self.counters.bytes_staged += self._source.layout.nbytes
         except BaseException as error:
             load.done.set_exception(error)
         else:
@@ -245,15 +287,13 @@ class Store:
 
     def _wait(self, slots: np.ndarray) -> None:
         """Return when these slots are filled. Raises what their loads raised; such experts are missing again."""
-        loads = {id(load): load for slot in slots.tolist() if (load := self._loads.get(slot))}
+        loads = [load for slot in slots.tolist() if (load := self._loads.get(slot))]
         start = time.perf_counter()
-        for load in loads.values():
+        for load in loads:
             failed = load.done.exception()
-            for slot in load.slots.tolist():
-                if self._loads.get(slot) is load:
-                    del self._loads[slot]
+            del self._loads[load.slot]
             if failed:
-                self._cache.forget(load.slots, load.bank, load.experts)
+                self._cache.forget(np.array([load.slot]), load.bank, np.array([load.expert]))
                 raise failed
         if loads:
             self._stage.settle()

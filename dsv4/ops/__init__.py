@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import BackendError, ConfigError
 
 Array = Any
@@ -276,6 +278,31 @@ class Ops:
         x [T, d] not yet quantised. The inner dimension is cut into `slices` equal slices; each slice sums over all
         experts, and the slices are added as a binary tree.
         """
+        sums = self.moe_begin(len(x), 1, slices, x.shape[1])
+        self.moe_add(sums, self.table(np.arange(len(x), dtype=np.int32)), x, ids, weights, bank, limit, True)
+        return self.moe_end(sums)
+
+    # moe in several calls, as experts come: begin, add …, end. The bits are those of one call
+    def moe_begin(self, rows: int, lanes: int, slices: int, d: int) -> Array:
+        """Sums of nothing: [rows, lanes, slices, d].
+
+        lanes 1: a row's experts are added to one sum, so they must come in ascending id, the shared one last.
+        lanes k + 1: each choice has its own, the shared expert the last; they may come in any order.
+        """
+        return self.zeros((rows, lanes, slices, d), np.float32)
+
+    def moe_add(
+        self, sums: Array, where: Array, x: Array, ids: Array, weights: Array, bank: Any, limit: float, shared: bool
+    ) -> None:
+        """Add what some experts give to some rows; in place.
+
+        x [n, d], ids int32 [n, k] (−1: not now) and weights [n, k] as of moe, for the rows where int32 [n] of sums, all
+        different. shared: the shared expert too. A choice is added once over all calls.
+        """
+        raise NotImplementedError
+
+    def moe_end(self, sums: Array) -> Array:
+        """[rows, lanes, slices, d] → [rows, d]: lanes in order, then the slices as a binary tree."""
         raise NotImplementedError
 
     def has_nonfinite(self, x: Array) -> bool:

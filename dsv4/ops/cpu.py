@@ -67,5 +67,21 @@ class CpuOps(RowsMixin, Ops):
     ) -> np.ndarray:
         return _cpu.moe(self.team, x, ids, weights, bank, limit, slices)
 
+    def moe_add(
+        self,
+        sums: np.ndarray,
+        where: np.ndarray,
+        x: np.ndarray,
+        ids: np.ndarray,
+        weights: np.ndarray,
+        bank: _cpu.Bank,
+        limit: float,
+        shared: bool,
+    ) -> None:
+        _cpu.moe_add(self.team, sums, where, x, ids, weights, bank, limit, shared)
+
+    def moe_end(self, sums: np.ndarray) -> np.ndarray:
+        return _cpu.moe_end(self.team, sums)
+
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return x

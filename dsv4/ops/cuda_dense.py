@@ -6,6 +6,7 @@ on the shapes of the weights alone (cuda/product.cuh), so that no bit of a row d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -265,6 +266,52 @@ class DenseMixin(CudaBase):
 
     def moe(self, x: Array, ids: Array, weights: Array, bank: Bank, limit: float, slices: int) -> Array:
         """As in Ops. A row with an id of no expert becomes NaN: what ids hold is not known here without waiting for it."""
+        d = self._check_moe(x, ids, weights, bank, slices)
+        (t, k), y = ids.shape, self.empty(x.shape)
+        if not t:
+            return y
+        routed, shared, factor, place = self._plan(ids, weights, len(bank.experts))
+
+        def combine(z: Array, first: int, width: int) -> None:
+            sizes = map(_i32, (t, k, slices, width, first, d))
+            self.run("moe.cu", "combine", (_ceil(width, _THREADS), t), (_THREADS,), z, place, y, *sizes)
+
+        self._products(x, [(bank.experts[0], routed), (bank.shared, shared)], factor, bank, limit, slices, combine)
+        return y
+
+    def moe_add(
+        self, sums: Array, where: Array, x: Array, ids: Array, weights: Array, bank: Bank, limit: float, shared: bool
+    ) -> None:
+        """As in Ops; an id of no expert counts as −1."""
+        (_, lanes, slices, _), (t, k) = sums.shape, ids.shape
+        d = self._check_moe(x, ids, weights, bank, slices)
+        if lanes not in (1, k + 1) or sums.shape[3] != d or where.shape != (t,) or where.dtype != np.int32:
+            raise InputError(
+                f"moe_add: expected sums [rows, 1 or {k + 1}, slices, {d}] and where int32 [{t}], found {sums.shape} and "
+                f"{where.dtype} {where.shape}"
+            )
+        if not t or not (bank.experts or shared):
+            return
+        routed, everybody, factor, place = self._plan(ids, weights, len(bank.experts))
+        work = [(bank.experts[0], routed)] if bank.experts else []
+        if shared:
+            work.append((bank.shared, everybody))
+
+        def add(z: Array, first: int, width: int) -> None:
+            sizes = map(_i32, (t, k, lanes, slices, width, first, d, shared))
+            self.run("moe.cu", "add_parts", (_ceil(width, _THREADS), t), (_THREADS,), z, place, where, sums, *sizes)
+
+        self._products(x, work, factor, bank, limit, slices, add)
+
+    def moe_end(self, sums: Array) -> Array:
+        (t, lanes, slices, d), y = sums.shape, self.empty((len(sums), sums.shape[3]))
+        if t:
+            sizes = map(_i32, (lanes, slices, d))
+            self.run("moe.cu", "add_lanes", (_ceil(d, _THREADS), t), (_THREADS,), sums, y, *sizes)
+        return y
+
+    def _check_moe(self, x: Array, ids: Array, weights: Array, bank: Bank, slices: int) -> int:
+        """→ d."""
         inner, d = bank.shared[0].shape
         self._check_slices(slices, inner, "fp4")
         if ids.ndim != 2 or weights.shape != ids.shape or x.shape != (len(ids), d) or ids.dtype != np.int32:
@@ -272,29 +319,34 @@ class DenseMixin(CudaBase):
                 f"moe: expected x [T, {d}], ids int32 and weights float32 [T, k]; found {x.shape}, {ids.dtype} {ids.shape}, "
                 f"{weights.shape}"
             )
-        (t, k), y = ids.shape, self.empty(x.shape)
-        if not t:
-            return y
-        work, factor, place = self._plan(ids, weights, len(bank.experts))
+        return d
+
+    def _products(
+        self, x: Array, work: list[tuple[tuple[Matrix, ...], _Entries]], factor: Array, bank: Bank, limit: float, slices: int,
+        add: Callable[[Array, int, int], None],
+    ) -> None:  # fmt: skip
+        """add(z [entries, slices, width], first, width): what each entry gives to some outputs, for all outputs in turn.
+
+        work: entries and matrices of their format. The others' places in z are not written.
+        """
+        (t, d), count, inner = x.shape, len(factor), bank.shared[0].shape[0]
         packed = self._pack(x, t, d, rounded=True)
-        products = self.empty((2, t * (k + 1), inner))
-        for matrices, entries in zip((bank.experts[0], bank.shared), work):
+        products = self.empty((2, count, inner))
+        for matrices, entries in work:
             self._product(matrices[0], packed, entries, _Out(products, inner, products.size // 2), groups=2, table=bank.table)
         act = self._activate(products, factor, limit)
-        width = max(1, EXPERT_SCRATCH // (4 * slices * t * (k + 1) * _BLOCK)) * _BLOCK
+        width = max(1, EXPERT_SCRATCH // (4 * slices * count * _BLOCK)) * _BLOCK
         for first in range(0, d, width):
             width = min(width, d - first)
-            z = self.empty((t * (k + 1), slices, width))
-            for matrices, entries in zip((bank.experts[0], bank.shared), work):
+            z = self.empty((count, slices, width))
+            for matrices, entries in work:
                 out = _Out(z, slices * width, 0, width)
                 self._product(matrices[1], act, entries._replace(rows=None), out, slices=slices, table=bank.table, member=1,
                               first=first, outputs=width)  # fmt: skip
-            sizes = map(_i32, (t, k, slices, width, first, d))
-            self.run("moe.cu", "combine", (_ceil(width, _THREADS), t), (_THREADS,), z, place, y, *sizes)
+            add(z, first, width)
             del z, out  # before there are the next
-        return y
 
-    def _plan(self, ids: Array, weights: Array, experts: int) -> tuple[tuple[_Entries, _Entries], Array, Array]:
+    def _plan(self, ids: Array, weights: Array, experts: int) -> tuple[_Entries, _Entries, Array, Array]:
         """Entries sorted by expert: the routed ones and the shared expert's, each entry's weight, and each choice's entry."""
         t, k = ids.shape
         height = _height(t)
@@ -305,7 +357,7 @@ class DenseMixin(CudaBase):
         self.run("moe.cu", "plan", (1,), (512,), ids, weights, rows, factor, place, tiles, tile_count, *sizes, shared=8 * experts)
         routed = _Entries(t * k, height, rows=rows, tiles=tiles, tile_count=tile_count, most=most)
         shared = _Entries(t * (k + 1), height, begin=t * k, rows=rows, expert=experts)
-        return (routed, shared), factor, place
+        return routed, shared, factor, place
 
     def _activate(self, products: Array, factor: Array, limit: float) -> _Rows:
         _, entries, inner = products.shape

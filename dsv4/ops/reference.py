@@ -308,19 +308,29 @@ class ReferenceOps(Ops):
         a = g * sigmoid(g) * u
         return (a if weight is None else a * weight[:, None]).astype(np.float32)
 
-    def moe(self, x, ids, weights, bank: Bank, limit: float, slices: int) -> np.ndarray:
-        xq = self.act_quant(x)
+    def moe_begin(self, rows: int, lanes: int, slices: int, d: int) -> np.ndarray:
+        return np.zeros((rows, lanes, slices, d))
+
+    def moe_add(self, sums, where, x, ids, weights, bank: Bank, limit: float, shared: bool) -> None:
+        xq, (_, lanes, slices, _) = self.act_quant(x), sums.shape
 
         def expert(rows, matrices, weight):
             w1, w2, w3 = matrices
             a = self.swiglu(self.linear(rows, w1), self.linear(rows, w3), weight, limit)
             return product(self.act_quant(a), w2.decoded, slices)
 
-        y = np.zeros((len(x), slices, x.shape[1]))
-        for e in np.unique(ids):  # ascending, so that each row adds its experts in ascending id
+        for e in np.unique(ids[ids >= 0]):  # ascending, so that each row adds its experts in ascending id
             row, place = np.nonzero(ids == e)
-            np.add.at(y, row, expert(xq[row], bank.experts[e], weights[row, place]))  # a row may name it twice
-        return tree_sum(y + expert(xq, bank.shared, None))
+            to = where[row], np.minimum(place, lanes - 1)
+            np.add.at(sums, to, expert(xq[row], bank.experts[e], weights[row, place]))  # a row may name it twice
+        if shared:
+            sums[where, -1] += expert(xq, bank.shared, None)
+
+    def moe_end(self, sums: np.ndarray) -> np.ndarray:
+        total = np.zeros_like(sums[:, 0])
+        for lane in range(sums.shape[1]):
+            total += sums[:, lane]
+        return tree_sum(total)
 
     def has_nonfinite(self, x: np.ndarray) -> bool:
         return not np.isfinite(x).all()

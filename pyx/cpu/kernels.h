@@ -43,15 +43,19 @@ struct swiglu_args {
     float limit; /* 0: none */
 };
 
-/* The experts of one layer for all rows. Every distinct expert in use is one "use" with its entries (row, weight). */
+/* The experts of one layer for all rows, or some of them. Every distinct expert in use is one "use" with its entries
+ * (row, part, weight). A part is what entries add up to: a row's result, or sums that other calls go on with. */
 struct moe_args {
     const struct matrix *matrices; /* w1, w2, w3 of expert 0, of expert 1, .., of the shared one */
     const float *x;                /* [rows, d] */
-    float *y;                      /* [rows, d] */
-    int64_t rows, d, inner, uses;
+    float *y;                      /* [parts = rows, d]; NULL: the parts are in `sums` */
+    float *sums;                   /* [.., slices, d] what parts begin with and end as; NULL: zeros, and the tree in y */
+    const int64_t *place;          /* [parts] where in sums each one is; different */
+    int64_t rows, parts, d, inner, uses;
     const int32_t *expert; /* [uses] ascending, the shared one last */
     const int64_t *first;  /* [uses + 1] where each use's entries begin */
     const int32_t *row;    /* [entries] */
+    const int32_t *part;   /* [entries] */
     const float *weight;   /* [entries] */
     float limit;
     int slices;
@@ -59,8 +63,16 @@ struct moe_args {
     void *packed;           /* [rows, d as a multiple of 64] the same as FP4 wants it (NULL where no expert is FP4) */
     float *act;             /* [entries, inner as a multiple of 64] */
     _Atomic int wide;       /* set where the kernel met activations too large for it: use `plain` of the table */
-    float *totals;         /* [threads, slices, rows, MOE_WIDTH] */
+    float *totals;         /* [threads, slices, parts, MOE_WIDTH] */
     _Atomic int64_t next_inner, next_output; /* jobs handed out; 0 at the start */
+};
+
+/* y[t] = the sum of a row's parts in order, slices as a binary tree */
+struct moe_end_args {
+    const float *sums; /* [rows, lanes, slices, d] */
+    float *y;          /* [rows, d] */
+    int64_t rows, lanes, d;
+    int slices;
 };
 
 #include "rows_args.h"
@@ -70,6 +82,7 @@ struct kernels {
     team_fn linear;
     team_fn swiglu;
     team_fn moe;
+    team_fn moe_end;
     void (*quads)(const float *x, float *y, int64_t rows, int64_t k); /* the order of FP4 inputs; y: k to 64s */
     const struct kernels *plain; /* whose moe knows any size of activation, where this one's does not; else NULL */
 #define ROW_KERNEL(name) team_fn name;

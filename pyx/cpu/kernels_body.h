@@ -18,6 +18,7 @@ const struct kernels JOIN(kernels, SET) = {
     .linear = FN(linear),
     .swiglu = FN(swiglu),
     .moe = FN(moe),
+    .moe_end = FN(moe_end),
     .quads = FN(quads),
 #ifdef V16_BF16
     .plain = &kernels_avx512,

@@ -2,7 +2,7 @@
  *
  * expert(x, w): g = w1 x, u = w3 x, a = silu(min(g, limit)) · clamp(u, ±limit) · w, then w2 a; x and a rounded to e4m3
  * per 128 before each linear. y[slice] = Σ over a row's experts in ascending id, the shared one last; the slices of
- * w2's inner dimension are added as a binary tree.
+ * w2's inner dimension are added as a binary tree. The sums of a row may be made in several calls (moe_args.sums).
  */
 
 /* silu(min(g, limit)) · clamp(u, ±limit) · weight; limit 0: no clamp */
@@ -112,12 +112,35 @@ static void FN(moe_inner)(struct moe_args *a, int64_t use, int64_t block, struct
     }
 }
 
-/* Outputs n0 .. n0+width−1 (width <= MOE_WIDTH) of every row; totals [slices][rows][MOE_WIDTH]. The thread goes on at
+/* Outputs n0 .. n0+width−1 of all parts: what they begin with, [slices][parts][MOE_WIDTH]. */
+static void FN(moe_begin)(const struct moe_args *a, int64_t n0, int width, float *totals)
+{
+    if (!a->sums) memset(totals, 0, sizeof(float) * (size_t)(a->slices * a->parts * MOE_WIDTH));
+    for (int64_t p = 0; a->sums && p < a->parts; p++)
+        for (int s = 0; s < a->slices; s++)
+            memcpy(totals + (s * a->parts + p) * MOE_WIDTH, a->sums + (a->place[p] * a->slices + s) * a->d + n0,
+                   sizeof(float) * (size_t)width);
+}
+
+/* What moe_outputs came to: on to the next call, or the result. */
+static void FN(moe_store)(const struct moe_args *a, int64_t n0, int width, const float *totals)
+{
+    for (int64_t p = 0; p < a->parts; p++) {
+        for (int s = 0; a->sums && s < a->slices; s++)
+            memcpy(a->sums + (a->place[p] * a->slices + s) * a->d + n0, totals + (s * a->parts + p) * MOE_WIDTH,
+                   sizeof(float) * (size_t)width);
+        for (int c = 0; !a->sums && c < width; c += STRIP)
+            v16_store_n(a->y + p * a->d + n0 + c, FN(tree)(totals + p * MOE_WIDTH + c, a->parts * MOE_WIDTH, a->slices),
+                        width - c < STRIP ? width - c : STRIP);
+    }
+}
+
+/* Outputs n0 .. n0+width−1 (width <= MOE_WIDTH) of all parts; totals [slices][parts][MOE_WIDTH]. The thread goes on at
  * output `after` of the first expert. */
 static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, int64_t after, float *totals)
 {
     float sums[MAX_SLICES * BLOCK * STRIP];
-    memset(totals, 0, sizeof(float) * (size_t)(a->slices * a->rows * MOE_WIDTH));
+    FN(moe_begin)(a, n0, width, totals);
     for (int64_t use = 0; use < a->uses; use++) {
         const struct matrix *w2 = a->matrices + 3 * (int64_t)a->expert[use] + 1;
         const int64_t following = a->expert[use + 1 < a->uses ? use + 1 : 0];
@@ -130,17 +153,14 @@ static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, int
                 FN(moe_strip)(w2, &route, n0 + c0, nn, a->act + e * stride, stride, NULL, rows, a->slices, sums);
                 for (int s = 0; s < a->slices; s++)
                     for (int r = 0; r < rows; r++) {
-                        float *total = totals + (s * a->rows + a->row[e + r]) * MOE_WIDTH + c0;
+                        float *total = totals + (s * a->parts + a->part[e + r]) * MOE_WIDTH + c0;
                         const v16 more = v16_load_n(sums + (s * rows + r) * STRIP, nn);
                         v16_store_n(total, v16_add(v16_load_n(total, nn), more), nn);
                     }
             }
         }
     }
-    for (int64_t t = 0; t < a->rows; t++)
-        for (int c = 0; c < width; c += STRIP)
-            v16_store_n(a->y + t * a->d + n0 + c, FN(tree)(totals + t * MOE_WIDTH + c, a->rows * MOE_WIDTH, a->slices),
-                        width - c < STRIP ? width - c : STRIP);
+    FN(moe_store)(a, n0, width, totals);
 }
 
 /* Threads take jobs in turn, each one ahead of what it does, so that it knows which weights to fetch. */
@@ -157,10 +177,33 @@ static void FN(moe)(void *args, int tid, int n)
         FN(moe_inner)(a, job / blocks, job % blocks, after);
     }
     team_barrier(n);
-    float *totals = a->totals + (int64_t)tid * a->slices * a->rows * MOE_WIDTH;
+    if (a->wide) return; /* before any sum: the other kernel makes them all */
+    float *totals = a->totals + (int64_t)tid * a->slices * a->parts * MOE_WIDTH;
     for (int64_t next, job = atomic_fetch_add(&a->next_output, 1); job < spans; job = next) {
         next = atomic_fetch_add(&a->next_output, 1);
         const int64_t n0 = job * MOE_WIDTH, rest = a->d - n0;
         FN(moe_outputs)(a, n0, (int)(rest < MOE_WIDTH ? rest : MOE_WIDTH), next * MOE_WIDTH, totals);
+    }
+}
+
+static void FN(moe_end)(void *args, int tid, int n)
+{
+    const struct moe_end_args *a = args;
+    const int64_t spans = (a->d + MOE_WIDTH - 1) / MOE_WIDTH;
+    float totals[MAX_SLICES * MOE_WIDTH];
+    int64_t first, last;
+    team_share(a->rows * spans, tid, n, &first, &last);
+    for (int64_t job = first; job < last; job++) {
+        const int64_t t = job / spans, n0 = job % spans * MOE_WIDTH;
+        const int width = (int)(a->d - n0 < MOE_WIDTH ? a->d - n0 : MOE_WIDTH);
+        memset(totals, 0, sizeof totals);
+        for (int64_t i = 0; i < a->lanes * a->slices; i++) {
+            const float *from = a->sums + (t * a->lanes * a->slices + i) * a->d + n0;
+            float *total = totals + i % a->slices * MOE_WIDTH;
+            for (int c = 0; c < width; c++) total[c] += from[c];
+        }
+        for (int c = 0; c < width; c += STRIP)
+            v16_store_n(a->y + t * a->d + n0 + c, FN(tree)(totals + c, MOE_WIDTH, a->slices),
+                        width - c < STRIP ? width - c : STRIP);
     }
 }
