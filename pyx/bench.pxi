@@ -10,6 +10,12 @@ cdef extern from "stream.h" nogil:
     void stream_read(void *args, int tid, int n) noexcept
 
 
+cdef extern from "kernels.h" nogil:
+    cdef struct multiply_args:
+        int64_t rounds
+        int64_t done
+
+
 def read_all(Team team, words):
     """Read a uint64 array of a multiple of 32 items once, on all threads → the sum of it, modulo 2^64."""
     cdef Buffer held = Buffer(words)
@@ -19,3 +25,11 @@ def read_all(Team team, words):
     a.words, a.count = <const uint64_t *>held.view.buf, held.view.shape[0]
     team.run(stream_read, &a, team.threads)
     return sum([a.sums[i] for i in range(team.threads)]) % (1 << 64)
+
+
+def multiply_bytes(Team team, int64_t rounds):
+    """Multiply and add bytes in registers, `rounds` times some of them on every thread → how many multiply-adds."""
+    cdef multiply_args a
+    a.rounds, a.done = rounds, 0
+    team.run(team.kernels.multiply_bytes, &a, team.threads)
+    return a.done

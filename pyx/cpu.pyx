@@ -87,6 +87,7 @@ cdef extern from "kernels.h" nogil:
         team_fn linear
         team_fn swiglu
         team_fn moe, moe_end
+        team_fn multiply_bytes
         team_fn embed, act_quant, rmsnorm, hc_pre, hc_post, mean_streams, rope_angles, rotate, encode_keys, decode_keys
         team_fn attend, compress_store, compress_pool, index_quant, decode_index, index_select, entry_places
         team_fn ring_places, visible_places, gate, best, nonfinite

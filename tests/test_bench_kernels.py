@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from dsv4 import _cpu
 from dsv4.bench import layers as module
 from dsv4.bench import machine, timing
 from dsv4.bench.experts import experts, indexer
@@ -13,7 +14,8 @@ from dsv4.bench.layers import Bench, layers, prefill
 from dsv4.cli import main
 from dsv4.errors import InputError
 from dsv4.ops import open_ops
-from dsv4.ops.stream import read_all
+from dsv4.ops.cpu import CpuOps
+from dsv4.ops.stream import multiply_bytes, read_all
 from dsv4.synth import Recipe, read_config
 
 NANO = Recipe.of(read_config("nano"), experts=12).config
@@ -24,6 +26,7 @@ KEYS = {"name", "threads", "rows", "seconds", "bytes", "gbs", "bandwidth_gbs", "
 def small(monkeypatch):
     monkeypatch.setattr(timing, "READ_BYTES", 1 << 20)
     monkeypatch.setattr("dsv4.bench.experts.COLD", 1 << 20)
+    monkeypatch.setattr(timing, "BYTE_PRODUCTS", 1 << 18)
     timing._words.cache_clear()
     yield
     timing._words.cache_clear()
@@ -62,6 +65,17 @@ def test_the_read_refuses_other_arrays(words):
         read_all(open_ops("cpu").team, words)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("isa", _cpu.instruction_sets())
+def test_bytes_are_multiplied(isa, threads):
+    """The sums of products of ones, which no instruction set may lose to 16 bits, are what was done."""
+    team = CpuOps(threads, isa).team
+    once = multiply_bytes(team, 1)
+    at_a_time = {"avx512": 16, "avx512bf16": 16}.get(isa, 4)  # sums in registers
+    assert once == threads * at_a_time * 16 * 4 * 2048
+    assert multiply_bytes(team, 3) == 3 * once and multiply_bytes(team, 0) == 0
+
+
 def test_experts():
     found = sound(experts(NANO, [1, 2], 1))
     moe = [r for r in found if r["name"] != "indexer"]
@@ -72,6 +86,10 @@ def test_experts():
 def test_indexer():
     found = sound(indexer(NANO, 1, 1e9, 1, [64, 640]))
     assert [(r["entries"], r["bytes"]) for r in found] == [(64, 64 * 34), (640, 640 * 34)]  # 32 codes, 2 scales
+    for r in found:
+        assert r["ops"] == r["entries"] * NANO.index_n_heads * NANO.index_head_dim
+        assert r["ratio_ops"] == pytest.approx(max(r["bytes"] / 1e9, r["ops"] / r["ops_rate"]) / r["seconds"])
+    assert indexer(NANO, 1, 1.0, 1, [64])[0]["ratio_ops"] > 1  # of memory that slow, the reading counts
 
 
 def test_layers():

@@ -164,7 +164,9 @@ def experts_command(**options):
 
     \b
     JSON records: name, threads, rows, seconds (median), bytes (that must be read), gbs, bandwidth_gbs (measured in the
-    same run), ratio (of the two); experts, to_one_row (seconds to those of one row), entries, ns_per_entry; the machine.
+    same run), ratio (of the two); experts, to_one_row (seconds to those of one row); the machine. Indexer: entries,
+    ns_per_entry, ops (multiply-adds of bytes), ops_rate (a second, measured from registers), ratio_ops (the longer of
+    reading and multiplying at these speeds, to seconds).
     """
     from .experts import experts
 
@@ -271,7 +273,7 @@ def _remark(r: dict) -> str:
     if "to_one_row" in r:
         return f"{r['to_one_row']:.2f} x one row"
     if "entries" in r:
-        return f"{r['entries']:,} entries, {r['ns_per_entry']:.1f} ns each"
+        return f"{r['entries']:,} entries, {r['ns_per_entry']:.1f} ns each; of reading or multiplying: {r['ratio_ops']:.2f}"
     if "to_line" in r:
         return f"{r['to_line']:.2f} x line"
     if "tokens_per_s" in r:

@@ -10,7 +10,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..ops import IndexCache, Ops, open_ops
 from ..plan import index_key_bytes
-from .timing import bandwidth, record, seconds, thread_counts
+from .timing import bandwidth, byte_rate, record, seconds, thread_counts
 
 ROWS = 6
 ENTRIES = (4096, 16384, 65536)
@@ -80,7 +80,7 @@ def experts(
 
 
 def indexer(config: ModelConfig, threads: int, speed: float, repeats: int, counts: Sequence[int] = ENTRIES) -> list[dict]:
-    """Scores of compressed entries and the choice among them, for one row."""
+    """Scores of compressed entries and the choice among them, for one row. ops: multiply-adds of bytes."""
     ops, rng, c = open_ops("cpu", threads=threads), np.random.default_rng(0), config
     size = index_key_bytes(c)
     page = PAGE_ENTRIES
@@ -92,7 +92,7 @@ def indexer(config: ModelConfig, threads: int, speed: float, repeats: int, count
     q = rng.integers(-2, 3, (1, c.index_n_heads, c.index_head_dim)).astype(np.float32)
     w = rng.standard_normal((1, c.index_n_heads), np.float32)
     slot = np.zeros(1, np.int32)
-    found = []
+    rate, found = byte_rate(threads), []
     for entries in counts:
         held = entries // page
         tables = [np.arange(i, i + held, dtype=np.int32)[None] for i in range(0, pages - held + 1, held)]
@@ -103,6 +103,9 @@ def indexer(config: ModelConfig, threads: int, speed: float, repeats: int, count
             ops.index_select(q, w, cache, slot, visible, table, page, c.index_topk)
 
         taken = seconds(run, repeats)
+        products = entries * c.index_n_heads * c.index_head_dim
+        least = max(entries * size / speed, products / rate)
         of = {"entries": entries, "ns_per_entry": 1e9 * taken / entries}
+        of |= {"ops": products, "ops_rate": rate, "ratio_ops": least / taken}
         found.append(record("indexer", threads, 1, taken, entries * size, speed, **of))
     return found

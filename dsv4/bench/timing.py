@@ -13,6 +13,7 @@ from ..config import default_threads
 from ..ops import open_ops
 
 READ_BYTES = 512 << 20  # far more than any cache
+BYTE_PRODUCTS = 1 << 28  # multiply-adds a thread whose time is measured
 _PAUSE = 2  # calls before any is timed
 
 
@@ -39,6 +40,16 @@ def bandwidth(threads: int, repeats: int = 9) -> float:
 
     ops, words = open_ops("cpu", threads=threads), _words()
     return words.nbytes / seconds(lambda i: read_all(ops.team, words), repeats)
+
+
+def byte_rate(threads: int, repeats: int = 9) -> float:
+    """Multiply-adds of bytes a second, from registers, with the instruction that the indexer's scores take."""
+    from ..ops.stream import multiply_bytes
+
+    team, rounds, done = open_ops("cpu", threads=threads).team, 1, 0
+    while done < BYTE_PRODUCTS * threads:
+        rounds, done = 2 * rounds, multiply_bytes(team, rounds)
+    return multiply_bytes(team, rounds) / seconds(lambda i: multiply_bytes(team, rounds), repeats)
 
 
 def matmul_rate(rows: int, inputs: int, outputs: int, repeats: int = 5) -> float:

@@ -1,7 +1,8 @@
-"""Reading memory at its full speed, with the threads that the kernels use: what measurements are compared with."""
+"""Reading memory and multiplying bytes at full speed, with the kernels' threads: what measurements are compared with."""
 
 from __future__ import annotations
 
 from .. import _cpu
 
 read_all = _cpu.read_all
+multiply_bytes = _cpu.multiply_bytes

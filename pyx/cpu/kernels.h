@@ -75,6 +75,12 @@ struct moe_end_args {
     int slices;
 };
 
+/* Multiply-adds of bytes, to measure their rate */
+struct multiply_args {
+    int64_t rounds;
+    _Atomic int64_t done;
+};
+
 #include "rows_args.h"
 
 struct kernels {
@@ -83,6 +89,7 @@ struct kernels {
     team_fn swiglu;
     team_fn moe;
     team_fn moe_end;
+    team_fn multiply_bytes;
     void (*quads)(const float *x, float *y, int64_t rows, int64_t k); /* the order of FP4 inputs; y: k to 64s */
     const struct kernels *plain; /* whose moe knows any size of activation, where this one's does not; else NULL */
 #define ROW_KERNEL(name) team_fn name;

@@ -12,6 +12,7 @@
 #include "gemm.h"
 #include "moe.h"
 #include "rows.h"
+#include "multiply.h"
 
 const struct kernels JOIN(kernels, SET) = {
     .name = TEXT(SET),
@@ -19,6 +20,7 @@ const struct kernels JOIN(kernels, SET) = {
     .swiglu = FN(swiglu),
     .moe = FN(moe),
     .moe_end = FN(moe_end),
+    .multiply_bytes = FN(multiply_bytes),
     .quads = FN(quads),
 #ifdef V16_BF16
     .plain = &kernels_avx512,

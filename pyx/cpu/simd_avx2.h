@@ -142,11 +142,14 @@ static inline v16i v16i_four(const uint8_t *p)
     memcpy(&x, p, 4);
     return v16i_set1(x);
 }
-/* sums of 16 bits, of pairs */
+static inline void v16i_hide(v16i *x) { __asm__("" : "+x"(x->a), "+x"(x->b)); }
+/* sums of 16 bits, of pairs; hidden, or the compiler adds in trees that need more registers than there are */
 static inline v16i v16i_dot(v16i acc, v16i a, v16i b)
 {
-    return (v16i){_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(a.a, b.a)),
-                  _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(a.b, b.b))};
+    acc.a = _mm256_add_epi16(acc.a, _mm256_maddubs_epi16(a.a, b.a));
+    acc.b = _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(a.b, b.b));
+    v16i_hide(&acc);
+    return acc;
 }
 static inline v16i v16i_dot_start(int32_t x) { return v16i_set1(x & 0xffff); }
 static inline v16i v16i_dot_sum(v16i acc)

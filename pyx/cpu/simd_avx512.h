@@ -111,6 +111,8 @@ static inline v16i v16i_four(const uint8_t *p)
     memcpy(&x, p, 4);
     return _mm512_set1_epi32(x);
 }
+static inline void v16i_hide(v16i *x) { __asm__("" : "+v"(*x)); }
+
 /* key_bytes: codes in the low halves of bytes, a lane four of one row's, and key_steps of the rows → a key's bytes */
 #ifdef V16_BF16
 static inline v16i v16i_dot(v16i acc, v16i a, v16i b) { return _mm512_dpbusd_epi32(acc, a, b); }
@@ -136,8 +138,13 @@ static inline __m512i key_bytes(__m512i codes, __m512i table, __m512i steps)
     return _mm512_permutexvar_epi8(index, table);
 }
 #else
-/* sums of 16 bits, of pairs */
-static inline v16i v16i_dot(v16i acc, v16i a, v16i b) { return _mm512_add_epi16(acc, _mm512_maddubs_epi16(a, b)); }
+/* sums of 16 bits, of pairs; hidden, or the compiler adds in trees that need more registers than there are */
+static inline v16i v16i_dot(v16i acc, v16i a, v16i b)
+{
+    acc = _mm512_add_epi16(acc, _mm512_maddubs_epi16(a, b));
+    v16i_hide(&acc);
+    return acc;
+}
 static inline v16i v16i_dot_start(int32_t x) { return v16i_set1(x & 0xffff); }
 static inline v16i v16i_dot_sum(v16i acc) { return _mm512_madd_epi16(acc, _mm512_set1_epi16(1)); }
 

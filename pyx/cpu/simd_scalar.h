@@ -177,6 +177,9 @@ static inline v16i v16i_dot(v16i acc, v16i a, v16i b)
 static inline v16i v16i_dot_start(int32_t x) { return v16i_set1(x); }
 static inline v16i v16i_dot_sum(v16i acc) { return acc; }
 
+/* *a is no longer known to the compiler: what is computed from it is computed again */
+static inline void v16i_hide(v16i *a) { __asm__("" : "+m"(*a)); }
+
 /* Of 16 rows of e2m1 codes, `stride` bytes from one to the next, 16 bytes from p on: every value · 2 · 2^(the row's
  * steps, 0 where V16_KEY_STEPS is 0) + (12 << V16_KEY_STEPS) as a byte. Low codes to out [4, 16] four bytes, (bytes of a
  * row, row), high codes to out + high. */
