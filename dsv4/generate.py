@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,8 +33,7 @@ class RoundRecord(NamedTuple):
     accepted: int
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One token and what it added. The texts of all steps, joined, are the text of the completion."""
 
     token: int
@@ -263,8 +262,8 @@ class Answer:
     def _record(self, found: Round | None) -> RoundRecord | None:
         if found is not None and found is not self._round[0]:
             self._number += 1
-            ids, confidence = (found.draft.ids, found.draft.confidence) if found.draft else (np.zeros(0), np.zeros(0))
-            drafted = tuple(ids.tolist()), tuple(confidence.tolist())
+            draft = found.draft
+            drafted = (tuple(draft.ids.tolist()), tuple(draft.confidence.tolist())) if draft else ((), ())
             self._round = found, RoundRecord(self._number, *drafted, found.length, found.accepted)
         return self._round[1] if found is not None else None
 
@@ -301,7 +300,7 @@ def _steps(engine, prompt: list[int], params: SamplingParams, progress, rounds: 
             step = answer.push(token, logits, found)
             if step.finish_reason:
                 pairs.close()
-                yield replace(step, **answer.numbers())
+                yield step._replace(**answer.numbers())
                 return
             yield step
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,13 +66,13 @@ class Scheduler:
             raise StateError("scheduler: expected an engine of its own, found one that runs another; close that first")
         self._prefixes = PrefixStore(engine, prefix_bytes, prefix_dir) if prefix_bytes else None
         self._costs = BatchCosts(engine.costs)
-        self._changed = threading.Condition()  # guards the three that follow
+        self._changed = threading.Condition()  # guards the three that follow, and who leaves _running
         self._waiting: deque[Ticket] = deque()
         self._closed = False
         self._error: BaseException | None = None
         self._running: list[Sequence] = []  # the worker's own, as is all that follows
         self._cancelled: set[Ticket] = set()
-        self._counts = dict.fromkeys(COUNTED, 0)
+        self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self._worker = threading.Thread(target=self._work, name="dsv4-scheduler", daemon=True)
         engine.owner = self
         atexit.register(self.close)
@@ -107,8 +107,12 @@ class Scheduler:
     def stats(self) -> dict:
         """What is running, waiting and kept now; and counts and seconds since the start."""
         store = self._prefixes
+        with self._changed:
+            running, counts = self._running, self._counts.copy()
+            for one in running:
+                counts.update(one.counts())
         return {
-            "running": len(self._running), "waiting": len(self._waiting), **self._counts,
+            "running": len(running), "waiting": len(self._waiting), **counts,
             "prefix_entries": 0 if store is None else len(store), "prefix_bytes": 0 if store is None else store.bytes,
         }  # fmt: skip
 
@@ -164,7 +168,7 @@ class Scheduler:
             for ticket in gone:
                 self._waiting.remove(ticket)
         for ticket in gone:
-            self._count(cancelled=1)
+            self._counts.update(cancelled=1)
             ticket.end("cancelled", _nothing(ticket))
         self._retire(cancelled)
         while len(self._running) < self.max_running and self.engine.pool.free_slots:
@@ -177,12 +181,12 @@ class Scheduler:
 
     def _start(self, ticket: Ticket) -> None:
         try:
-            sequence = Sequence(self.engine, ticket, self._prefixes, self._count)
+            sequence = Sequence(self.engine, ticket, self._prefixes)
         except BaseException as error:
             ticket.end(None, _nothing(ticket), error)
             raise
         self._running.append(sequence)
-        self._count(
+        self._counts.update(
             requests=1, queue_s=sequence.queue_s, prefix_tokens=sequence.cached, prefix_hits=bool(sequence.cached),
             prefix_misses=self._prefixes is not None and not sequence.cached,
         )  # fmt: skip
@@ -191,10 +195,12 @@ class Scheduler:
         ended = [one for one in self._running if one.wish is None or one.ticket in cancelled]
         if not ended:
             return
-        self._running = [one for one in self._running if one not in ended]
+        with self._changed:
+            self._running = [one for one in self._running if one not in ended]
+            for one in ended:
+                kind = "failed" if one.error else "finished" if one.reason else "cancelled"
+                self._counts.update(**{kind: 1}, **one.counts())
         for one in ended:
-            kind = "failed" if one.error else "finished" if one.reason else "cancelled"
-            self._count(**{kind: 1})
             one.close()
 
     def _draft(self) -> None:
@@ -204,7 +210,7 @@ class Scheduler:
             return
         start = time.perf_counter()
         blocks = draft_all([(one.session, *one.wish) for one in asking])
-        self._count(draft_s=time.perf_counter() - start)
+        self._counts.update(draft_s=time.perf_counter() - start)
         for one, block in zip(asking, blocks):
             one.drafted(block)
         self._costs.drafted(len(asking), 1e3 * (time.perf_counter() - start))  # with choosing the lengths
@@ -226,7 +232,7 @@ class Scheduler:
         taken = time.perf_counter() - start
         prompted = sum(len(tokens) for _, (_, tokens, _) in prompts)
         rows = prompted + sum(len(one.wish.tokens) for one in blocks)
-        self._count(steps=1, rows=rows, prompt_tokens=prompted, step_s=taken)
+        self._counts.update(steps=1, rows=rows, prompt_tokens=prompted, step_s=taken)
         self._counts["max_rows"] = max(self._counts["max_rows"], rows)
         plain = bool(blocks) and all(len(one.wish.tokens) == 1 for one in blocks)
         if self._counts["steps"] == 1:  # before the first gate weighs anything by costs of another machine
@@ -238,10 +244,6 @@ class Scheduler:
             one.prompted(len(part[1]), output.logits)
         # With what was done with the outputs: that, too, takes longer for more rows.
         self._costs.forwarded(rows, 1e3 * (time.perf_counter() - start), plain, bool(prompts))
-
-    def _count(self, **more: float) -> None:
-        for name, value in more.items():
-            self._counts[name] += value
 
     def _end_all(self, error: BaseException) -> None:
         """Nobody is left waiting, whatever happened."""
@@ -259,7 +261,10 @@ class Scheduler:
             for one in self._running:
                 one.close()
         finally:
-            self._running = []
+            with self._changed:
+                for one in self._running:
+                    self._counts.update(**one.counts())
+                self._running = []
             if self._prefixes is not None:
                 self._prefixes.close()
 

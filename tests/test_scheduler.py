@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -358,7 +359,7 @@ def test_pieces_are_the_steps_of_a_stream_with_their_rounds(nano, prompts):
         found = list(ticket)
         assert list(ticket) == found and ticket.done
     bare = {"usage": None, "timings": None, "speculation": None}
-    assert [dataclasses.replace(s, **bare) for s in found] == [dataclasses.replace(s, **bare) for s in expected]
+    assert [s._replace(**bare) for s in found] == [s._replace(**bare) for s in expected]
     last = found[-1]
     assert last.usage == {**expected[-1].usage, "cached_tokens": 0} and last.speculation == expected[-1].speculation
     assert set(last.timings) == {"queue_s", *expected[-1].timings} and all(s.usage is None for s in found[:-1])
@@ -425,6 +426,24 @@ def test_the_queue_is_bounded_and_cancelling_empties_it(nano, prompts, monkeypat
         assert waiting[1].result(WAIT).finish_reason == "cancelled" and waiting[1].result().tokens == []
         assert len(waiting[0].result(WAIT).tokens) == len(running.result(WAIT).tokens) == 3
         assert scheduler.stats()["cancelled"] == 1
+
+
+def test_counts_show_at_once_and_never_go_back(nano, prompts):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    seen = []
+    with Scheduler(nano, max_running=3, spec="always") as scheduler:
+        tickets = [scheduler.submit(Request(prompt, params)) for prompt in prompts[:9]]
+        while not all(ticket.done for ticket in tickets):
+            seen.append(scheduler.stats())
+            time.sleep(0.001)
+        next(iter(scheduler.submit(Request(prompts[0], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)))))
+        seen.append(scheduler.stats())
+    seen.append(scheduler.stats())  # after the last was cut off
+    for name in ("generated_tokens", "rounds", "drafted", "finished"):
+        values = [stats[name] for stats in seen]
+        assert values == sorted(values), name
+    assert any(s["generated_tokens"] and not s["finished"] for s in seen)
+    assert seen[-2]["generated_tokens"] > 9 * 30
 
 
 def test_closing_ends_all(nano, prompts, monkeypatch):

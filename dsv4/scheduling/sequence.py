@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 from ..generate import Answer, Settles, Step, WantsPrompt, settling
 from ..speculate import WantsDraft, WantsRows
@@ -19,10 +18,8 @@ if TYPE_CHECKING:
 class Sequence:
     """One of those that run side by side. `wish` is what it wants next; None once it has ended."""
 
-    def __init__(self, engine: Engine, ticket: Ticket, prefixes: PrefixStore | None, count: Callable[..., None]):
-        """count(name=n, ..) is told what this sequence generates, drafts and has accepted, as it happens."""
+    def __init__(self, engine: Engine, ticket: Ticket, prefixes: PrefixStore | None):
         self.ticket, self.prefixes = ticket, prefixes
-        self._count, self._counted = count, (0, 0, 0, 0, 0)
         self.queue_s = time.perf_counter() - ticket.submitted
         self.session = engine.session()
         self.wish: WantsDraft | WantsRows | WantsPrompt | None = None
@@ -80,18 +77,11 @@ class Sequence:
         answered = self.wish is None and self.error is None
         if answered:
             self.reason = steps[-1].finish_reason
-            steps[-1] = replace(steps[-1], **self.numbers())
-        self._tell_counts()
-        self.ticket.put(steps)
+            steps[-1] = steps[-1]._replace(**self.numbers())
+        if steps:
+            self.ticket.put(steps)
         if answered and self.prefixes is not None:
             self.prefixes.keep(self.session)
-
-    def _tell_counts(self) -> None:
-        done = self.ticket.rounds.counters
-        now = self.answer.count, done.rounds, done.drafted, done.accepted, done.skipped_rounds
-        names = ("generated_tokens", "rounds", "drafted", "accepted", "skipped_rounds")
-        self._count(**{name: new - old for name, new, old in zip(names, now, self._counted)})
-        self._counted = now
 
     def _next(self, answer: Any, error: BaseException | None, steps: list[Step]) -> Any:
         try:
@@ -108,6 +98,14 @@ class Sequence:
             if steps[-1].finish_reason:
                 return kept, False
         return len(found.tokens), True
+
+    def counts(self) -> dict[str, int]:
+        """What it generated, drafted and had accepted so far."""
+        done = self.ticket.rounds.counters
+        return {
+            "generated_tokens": self.answer.count, "rounds": done.rounds, "drafted": done.drafted,
+            "accepted": done.accepted, "skipped_rounds": done.skipped_rounds,
+        }  # fmt: skip
 
     # ------------------------------------------------------------------ its end
     def numbers(self) -> dict[str, dict]:
