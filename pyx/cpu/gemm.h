@@ -12,7 +12,8 @@
  */
 #define CHUNK 512                  /* k of one partial sum */
 #define CHUNK_FP4 1024
-#define TILE_STRIDE (CHUNK_FP4 + 16) /* floats; not a power of two: rows of a tile must not share cache sets */
+#define TILE_MOST (CHUNK_FP4 + 16)                 /* floats of a tile's output, and what lies between two: */
+#define TILE_STRIDE(len) (((len) + 127) / 128 * 128 + 16) /* close together, but not in the same cache sets */
 #define GROUP 32                   /* k of one FP4 scale */
 #define BLOCK 64                   /* rows computed together */
 #define MAX_SLICES 8
@@ -130,6 +131,7 @@ static inline const uint8_t *FN(scales_ahead)(struct ahead to, int c)
     return to.w->scale + (to.w->format == FORMAT_FP4 ? (to.n + c) * to.w->scale_stride : 0);
 }
 
+#include "gemm_tile.h"
 #ifdef V16_BF16
 #include "gemm_pairs.h"
 #include "gemm_codes.h"
@@ -343,12 +345,12 @@ INLINE void FN(decode_row)(const int form, const uint8_t *p, const float *scale,
     }
 }
 
-/* Decodes a chunk into a float tile [STRIP][TILE_STRIDE] and points there. */
+/* Decodes a chunk into a float tile [STRIP][TILE_STRIDE(len)] and points there. */
 static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float *tile)
 {
     for (int c = 0; c < nn; c++) {
         const uint8_t *p = chunk->weight[c];
-        float *out = tile + c * TILE_STRIDE;
+        float *out = tile + c * TILE_STRIDE(len);
         switch (chunk->form) {
         case FORMAT_FP8: FN(decode_row)(FORMAT_FP8, p, chunk->scale[c], chunk->fetch[c], len, out); break;
         case FORMAT_FP4: FN(decode_row)(FORMAT_FP4, p, NULL, chunk->fetch[c], len, out); break;
@@ -358,13 +360,17 @@ static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float
     }
     chunk->form = chunk->form == FORMAT_FP4 ? TILE_FP4 : FORMAT_F32;
     for (int c = 0; c < (nn + 3) / 4 * 4; c++)
-        chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * TILE_STRIDE);
+        chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * TILE_STRIDE(len));
 }
 
 /* Adds one chunk of a strip to sums [row][STRIP], or begins them, up to a multiple of four; x[row] + at are its inputs. */
 static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *const *x, int64_t at, int rows,
                           int64_t len, int first, float *sums)
 {
+    if (chunk->form == FORMAT_F32 && len % 16 == 0 && rows > FEW) {
+        FN(tile_sums)(chunk->weight, nn, x, at, rows, len, first, sums);
+        return;
+    }
     /* of weights that are decoded by the way, as many rows as there can be */
     const int most = chunk->form == TILE_FP4 || chunk->form == FORMAT_F32 ? V16_ROWS : V16_MANY;
     for (int r = 0; r < rows; r += most) {
@@ -393,7 +399,7 @@ static void FN(strip)(const struct matrix *w, const struct route *route, int64_t
         return;
     }
 #endif
-    float tile[STRIP * TILE_STRIDE];
+    float tile[STRIP * TILE_MOST] __attribute__((aligned(64)));
     struct FN(chunk) chunk;
     const int64_t width = w->k / slices, most = w->format == FORMAT_FP4 ? CHUNK_FP4 : CHUNK;
     /* few rows: along whole rows of weights, as they lie; more: inputs of one chunk stay in the nearest cache */

@@ -41,25 +41,29 @@ INLINE struct FN(tables) FN(tables_of)(int exponent)
                                 _mm512_mask_add_epi8(second, but_nan, second, more)}};
 }
 
+/* The weights of 64 codes, 16 neighbours in a vector. */
+INLINE void FN(codes_decode)(const struct FN(tables) *t, const uint8_t *p, __m512 *q)
+{
+    const __m512i place = _mm512_load_si512(FN(e4m3_place)), sign = _mm512_set1_epi8((char)0x80);
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+    const __m512i codes = _mm512_permutexvar_epi8(place, _mm512_loadu_si512(p));
+    const __m512i low = _mm512_permutex2var_epi8(t->low[0], codes, t->low[1]);
+    __m512i high = _mm512_permutex2var_epi8(t->high[0], codes, t->high[1]);
+    high = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8); /* high | (codes & sign) */
+    const __m512i first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
+    q[0] = _mm512_castsi512_ps(_mm512_slli_epi32(first, 16));
+    q[1] = _mm512_castsi512_ps(_mm512_and_si512(first, upper));
+    q[2] = _mm512_castsi512_ps(_mm512_slli_epi32(second, 16));
+    q[3] = _mm512_castsi512_ps(_mm512_and_si512(second, upper));
+}
+
 /* 64 inputs of C outputs for R rows, from byte or input `at` on: added to acc[r · C + c]. */
 INLINE void FN(codes_step)(const int R, const int C, const struct FN(tables) *t, const uint8_t *const *weight,
                            const float *const *x, int64_t at, __m512 *acc)
 {
-    const __m512i place = _mm512_load_si512(FN(e4m3_place)), sign = _mm512_set1_epi8((char)0x80);
-    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
     __m512 q[4][4];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) {
-        const __m512i codes = _mm512_permutexvar_epi8(place, _mm512_loadu_si512(weight[c] + at));
-        const __m512i low = _mm512_permutex2var_epi8(t->low[0], codes, t->low[1]);
-        __m512i high = _mm512_permutex2var_epi8(t->high[0], codes, t->high[1]);
-        high = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8); /* high | (codes & sign) */
-        const __m512i first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
-        q[0][c] = _mm512_castsi512_ps(_mm512_slli_epi32(first, 16));
-        q[1][c] = _mm512_castsi512_ps(_mm512_and_si512(first, upper));
-        q[2][c] = _mm512_castsi512_ps(_mm512_slli_epi32(second, 16));
-        q[3][c] = _mm512_castsi512_ps(_mm512_and_si512(second, upper));
-    }
+    for (int c = 0; c < C; c++) FN(codes_decode)(t, weight[c] + at, q[c]);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
 #pragma GCC unroll 8
@@ -67,7 +71,7 @@ INLINE void FN(codes_step)(const int R, const int C, const struct FN(tables) *t,
             __m512 v = _mm512_loadu_ps(x[r] + at + 16 * i);
             __asm__("" : "+v"(v)); /* loaded once, not by each multiply-add again */
 #pragma GCC unroll 4
-            for (int c = 0; c < C; c++) acc[r * C + c] = _mm512_fmadd_ps(q[i][c], v, acc[r * C + c]);
+            for (int c = 0; c < C; c++) acc[r * C + c] = _mm512_fmadd_ps(q[c][i], v, acc[r * C + c]);
         }
 }
 
@@ -128,6 +132,27 @@ static void FN(codes_four)(const struct matrix *w, struct ahead to, int along, i
     FN(codes_any)(rows, weight, scale, fetch, along ? 256 : 64, x, k, len, first, sums);
 }
 
+/* Outputs n0 .. n0+nn−1 of many rows, inputs k .. k+len−1: decoded once for all of them. */
+static void FN(codes_tile)(const struct matrix *w, struct ahead to, int64_t n0, int nn, const float *const *x,
+                           int rows, int64_t k, int64_t len, int first, float *sums)
+{
+    float tile[STRIP * TILE_STRIDE(CHUNK)] __attribute__((aligned(64)));
+    const uint8_t *outputs[STRIP], *scale = w->scale + n0 / 128 * w->scale_stride;
+    const uint8_t *fetch = FN(byte_ahead)(to, k);
+    for (int64_t i = 0; i < len; i += 128) {
+        const struct FN(tables) t = FN(tables_of)(scale[(k + i) / 128] - 127);
+        for (int c = 0; c < nn; c++)
+            for (int64_t j = i; j < i + 128; j += 64) {
+                __m512 q[4];
+                __builtin_prefetch(fetch + c * to.w->weight_stride + j, 0, 2);
+                FN(codes_decode)(&t, w->weight + (n0 + c) * w->weight_stride + k + j, q);
+                for (int v = 0; v < 4; v++) _mm512_store_ps(tile + c * TILE_STRIDE(len) + j + 16 * v, q[v]);
+            }
+    }
+    for (int c = 0; c < STRIP; c++) outputs[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * TILE_STRIDE(len));
+    FN(tile_sums)(outputs, nn, x, k, rows, len, first, sums);
+}
+
 /* Whether strip_codes can do outputs n0 .. n0+nn−1. */
 static int FN(codes_fit)(const struct matrix *w, int64_t n0, int nn, int slices)
 {
@@ -150,7 +175,12 @@ static void FN(strip_codes)(const struct matrix *w, const struct route *route, i
     for (int r = 0; r <= rows; r++) padded[r] = x[r < rows ? r : rows - 1];
     for (int c0 = 0; c0 < nn; c0 += columns)
         for (int s = 0; s < slices; s++)
-            for (int64_t k = 0; k < width; k += CHUNK)
+            for (int64_t k = 0; k < width; k += CHUNK) {
+                if (rows > FEW) {
+                    FN(codes_tile)(w, FN(ahead)(w, route, n0, more), n0, nn, x, rows, s * width + k,
+                                   width - k < CHUNK ? width - k : CHUNK, k == 0, sums + (int64_t)s * rows * STRIP);
+                    continue;
+                }
                 for (int r = 0, live; r < rows; r += live) {
                     live = rows - r > 8 ? 8 : rows - r;
                     const int done = live > 4 ? (live + 1) / 2 * 2 : live;
@@ -159,4 +189,5 @@ static void FN(strip_codes)(const struct matrix *w, const struct route *route, i
                                        s * width + k, width - k < CHUNK ? width - k : CHUNK, k == 0,
                                        sums + ((int64_t)s * rows + r) * STRIP + c);
                 }
+            }
 }
