@@ -268,11 +268,11 @@ def attend(Team team, q, sink, list parts):
     """Ops.attend."""
     cdef attend_args a
     cdef Array qs, ps
-    cdef int i, threads, keys = 0
+    cdef int i, threads
     look(&qs, q, c"f", 3)
     a.q, a.rows, a.heads, a.dim = <float *>qs.data, qs.shape[0], qs.shape[1], qs.shape[2]
     a.sink = <float *>take(sink, c"f", a.heads)
-    a.part_count = len(parts)
+    a.part_count, a.places = len(parts), 0
     if a.part_count > MAX_PARTS:
         raise InputError(f"attend: expected at most {MAX_PARTS} parts, found {a.part_count}")
     for i in range(a.part_count):
@@ -285,11 +285,12 @@ def attend(Team team, q, sink, list parts):
                 f"found {a.parts[i].cache.dim} and {ps.shape[0]}"
             )
         a.parts[i].places, a.parts[i].count = <int32_t *>ps.data, ps.shape[1]
-        keys += a.parts[i].count
+        a.places += a.parts[i].count
     out = empty((a.rows, a.heads, a.dim), float32)
     a.out = <float *>take(out, c"f", qs.shape[0] * qs.shape[1] * qs.shape[2], True)
-    threads = team.share(2.0 * a.rows * a.heads * keys * a.dim)
-    scratch = empty(threads * attend_scratch(a.heads, a.dim) + 16, float32)
+    a.slots = attend_slots(a.rows, a.places, a.dim)
+    threads = team.share(2.0 * a.rows * a.heads * a.places * a.dim)
+    scratch = empty(threads * attend_scratch(&a) + 16, float32)
     a.scratch = aligned(scratch)
     team.run(team.kernels.attend, &a, threads)
     return out

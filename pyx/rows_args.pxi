@@ -105,9 +105,10 @@ cdef extern from "kernels.h" nogil:
         float *out
         float *scratch
         attend_part *parts
-        int part_count, rows, heads, dim
+        int part_count, rows, heads, dim, places, slots
 
-    int64_t attend_scratch(int heads, int dim)
+    int64_t attend_scratch(const attend_args *a)
+    int attend_slots(int rows, int places, int dim)
 
     struct compress_store_args:
         const float *kv

@@ -155,13 +155,15 @@ static int attend_case(int rows, int heads, int dim, int rope_dim, int parts)
     static const int counts[] = {5, 0, 41};
     const int64_t count = (int64_t)rows * heads * dim;
     struct attend_args a = {.q = numbers(count), .sink = numbers(heads), .out = block(4 * count, 4),
-                            .scratch = block(3 * 4 * attend_scratch(heads, dim), 4), .part_count = parts,
-                            .rows = rows, .heads = heads, .dim = dim};
+                            .part_count = parts, .rows = rows, .heads = heads, .dim = dim};
     for (int p = 0; p < parts; p++) {
+        a.places += counts[p];
         int32_t *places = integers((int64_t)rows * counts[p], -4, 13);
         for (int i = 0; rows && i < counts[p]; i++) places[i] = -1;
         a.parts[p] = (struct attend_part){key_cache(9, dim, rope_dim), places, counts[p]};
     }
+    a.slots = attend_slots(rows, a.places, dim);
+    a.scratch = block(3 * 4 * attend_scratch(&a), 4);
     return EVERYWHERE(attend, a, {a.out, 4 * count});
 }
 

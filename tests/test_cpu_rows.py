@@ -219,6 +219,23 @@ def test_absent_places_and_parts_change_no_bits(seed, t, heads, dims, first, sec
         assert not whole.any()
 
 
+@pytest.mark.parametrize("entries, window", [(16, 64), (3, 20), (70, 33), (0, 1)])
+def test_rows_that_see_nearly_the_same_keys_attend_as_each_alone(entries, window):
+    """Decoded keys are used again by the rows after: windows that move by one, entries that come and go."""
+    rng, rows, n = np.random.default_rng(5), 150, 120
+    ops = SETS[-1]
+    ring, cache = ops.key_cache(n, 96, 32), ops.key_cache(n, 96, 32)
+    for keys in (ring, cache):
+        ops.encode_keys(make.normal(rng, n, 96), keys, np.arange(n, dtype=np.int32))
+    q, sink = make.normal(rng, rows, 3, 96), make.normal(rng, 3)
+    moving = np.array([[(t - window + 1 + i) % n if t - window + 1 + i >= 0 else -1 for i in range(window)] for t in range(rows)])
+    chosen = np.array([np.sort((rng.permutation(entries + 4) + t // 40)[:entries]) for t in range(rows)])
+    parts = [(cache, chosen.astype(np.int32).reshape(rows, entries)), (ring, moving.astype(np.int32))]
+    alone = [ops.attend(q[t : t + 1], sink, [(c, np.ascontiguousarray(p[t : t + 1])) for c, p in parts]) for t in range(rows)]
+    for other in ALL:
+        same_bits(other.attend(q, sink, parts), np.concatenate(alone), f"{other.team.isa}, {other.team.threads} threads")
+
+
 # ---------------------------------------------------------------------- hyper-connections
 @some
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 16), st.sampled_from([5, 16, 48, 130]))
