@@ -196,8 +196,8 @@ static void index_keys_at(const struct index_work *w, const struct index_cache *
     if (!in_turn) {
         uint8_t *rest = keys->copy + TILE * half;
         for (int i = 0; i < TILE; i++) {
-            memcpy(keys->copy + i * half, cache->codes + places[i] * half, (size_t)half);
-            memcpy(rest + i * groups, cache->scales + places[i] * groups, (size_t)groups);
+            for (int k = 0; k < half; k += 16) memcpy(keys->copy + i * half + k, cache->codes + places[i] * half + k, 16);
+            for (int g = 0; g < groups; g++) rest[i * groups + g] = cache->scales[places[i] * groups + g];
         }
         keys->codes = keys->copy;
         scales = rest;

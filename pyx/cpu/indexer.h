@@ -81,18 +81,22 @@ static void float_keys(const struct index_cache *cache, const int64_t *places, i
     }
 }
 
-/* Places [TILE] of entries j .. last−1 of row t, the last one's again where those end. Whether they ascend by 1. */
+/* Places [TILE] of entries j .. last−1 of row t; where those end, of the next ones in their page, or the last one's
+ * again. Whether they ascend by 1. */
 static int tile_places(const struct index_select_args *a, int64_t t, int64_t j, int64_t last, int64_t *places)
 {
     const int32_t *pages = a->pages + (int64_t)a->slots[t] * a->slot_pages;
     const int count = last - j < TILE ? (int)(last - j) : TILE;
-    if (count == TILE && j % a->page_entries + TILE <= a->page_entries) {
+    if (j % a->page_entries + TILE <= a->page_entries) {
         const int64_t first = entry_place(pages, a->page_entries, (int32_t)j);
         for (int i = 0; i < TILE; i++) places[i] = first + i;
         return 1;
     }
-    for (int i = 0; i < TILE; i++)
-        places[i] = entry_place(pages, a->page_entries, (int32_t)j + (i < count ? i : count - 1));
+    int64_t page = j / a->page_entries, in_page = j % a->page_entries;
+    for (int i = 0; i < TILE; i++) {
+        if (i < count && in_page == a->page_entries) page++, in_page = 0;
+        places[i] = i < count ? pages[page] * (int64_t)a->page_entries + in_page++ : places[count - 1];
+    }
     return 0;
 }
 
@@ -118,10 +122,13 @@ static void score_integers(const struct index_select_args *a, int64_t t, const s
     int in_turn = tile_places(a, t, first, last, places);
     index_keys_at(work, &a->cache, places, in_turn, &keys[0]);
     while (index_unpack(work, &keys[0])) {}
+    keys[1].unpacked = keys[0].unpacked; /* nothing to do where there is no next tile */
     for (int64_t j = first, turn = 0; j < last; j += TILE, turn ^= 1) {
         v16 sum[2];
-        in_turn = tile_places(a, t, j + TILE < last ? j + TILE : j, last, places);
-        index_keys_at(work, &a->cache, places, in_turn, &keys[turn ^ 1]);
+        if (j + TILE < last) {
+            in_turn = tile_places(a, t, j + TILE, last, places);
+            index_keys_at(work, &a->cache, places, in_turn, &keys[turn ^ 1]);
+        }
         index_tile(work, &keys[turn], &keys[turn ^ 1], sum);
         for (int i = 0; i < 2 && j + 16 * i < last; i++)
             store_some(score + j + 16 * i, sum[i], last - j - 16 * i < 16 ? (int)(last - j - 16 * i) : 16);
