@@ -90,8 +90,8 @@ class Draft(Model):
 
     def prime(self, pool: Pool, spans: Sequence[Span]) -> None:
         """Write every stage's keys of committed positions from their kept main hidden. Each slot in one span only."""
-        parts = [Rows.of(slot, start, np.zeros(stop - start, np.int32), "none") for slot, start, stop in spans]
-        for rows in Rows.pack(parts).cut(pool.headroom):
+        count = sum(stop - start for _, start, stop in spans)
+        for rows in Rows.runs(spans, np.zeros(count, np.int32)).cut(pool.headroom):
             self._prime(pool, Step(self.ops, pool, rows))
 
     def _prime(self, pool: Pool, step: Step) -> None:
@@ -108,8 +108,11 @@ class Draft(Model):
         On rank 0; None elsewhere.
         """
         c, ops, w = self.config, self.ops, self.weights
-        draft, noise = w.draft, [c.dspark.noise_token_id] * (c.dspark.block_size - 1)
-        step = BlockStep(ops, pool, Rows.pack([Rows.of(ask.slot, ask.position, [ask.token, *noise]) for ask in asks]))
+        draft, size = w.draft, c.dspark.block_size
+        tokens = np.full(len(asks) * size, c.dspark.noise_token_id, np.int32)
+        tokens[::size] = [ask.token for ask in asks]
+        runs = [(ask.slot, ask.position, ask.position + size) for ask in asks]
+        step = BlockStep(ops, pool, Rows.runs(runs, tokens))
         h = ops.embed(w.embed, step.tokens, c.hc_mult)
         for stage, state in zip(draft.stages, pool.stages):
             h = self.block(stage, h, step, state)
@@ -140,11 +143,12 @@ class Draft(Model):
                 tokens[where] = ops.table(np.array(chosen, np.int32))
             ids[place], logits[place::size] = tokens, scores
         ids, lead, confidence = (ops.to_host(array).T for array in (ids, lead, confidence))
-        found = []
+        broken, found = np.isnan(lead), []
+        whole = not broken.any()
         for i, (ask, choice) in enumerate(zip(asks, choices)):
             scores = logits[i * size : (i + 1) * size]
-            if ask.choose is greedy and np.isnan(lead[i]).any():
-                bad = int(np.isnan(lead[i]).argmax())
+            if not whole and ask.choose is greedy and broken[i].any():
+                bad = int(broken[i].argmax())
                 choice.token(ops.to_host(scores[bad]), bad)
             found.append(choice.error or Drafted(ids[i], ops.to_host(scores) if ask.logits else None, confidence[i]))
         return found

@@ -251,7 +251,7 @@ class Answer:
         if self.count == 1:
             self._first = self._last
         ended = token in self._ends
-        text = self._matcher.push(self._detokenizer.push(token)) if self._detokenizer and not ended else ""
+        text = "" if ended or self._detokenizer is None else self._matcher.push(self._detokenizer.push(token))
         reason = "stop" if ended or self._matcher.found else "length" if self.count == self.limit else None
         if reason and self._detokenizer:
             text += self._matcher.push(self._detokenizer.finish()) + self._matcher.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -41,6 +41,19 @@ class Rows:
         slots = np.empty(n, np.int32)
         slots.fill(slot)
         return cls(tokens, slots, np.arange(start, start + n, dtype=np.int32), wanted)
+
+    @classmethod
+    def runs(cls, runs: Sequence[tuple[int, int, int]], tokens: np.ndarray) -> Rows:
+        """Rows of several sequences, (slot, first position, the one after the last) of each; none of them is wanted.
+
+        tokens: of all of them, int32 [T].
+        """
+        slots: list[int] = []
+        positions: list[int] = []
+        for slot, start, stop in runs:
+            slots += [slot] * (stop - start)
+            positions += range(start, stop)
+        return cls(tokens, np.array(slots, np.int32), np.array(positions, np.int32), np.zeros(0, np.int64))
 
     @staticmethod
     def _named(wanted: str, n: int) -> np.ndarray:

@@ -101,10 +101,16 @@ class SamplingParams:
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
 
 
+def _best(logits: np.ndarray) -> int | None:
+    """The largest of logits [vocab], the lower id where equal; None if one of them is NaN or infinite."""
+    # Both find a NaN where there is one; min() and max() take several times as long for a row.
+    best = int(logits.argmax())
+    return best if math.isfinite(logits[best]) and math.isfinite(logits[logits.argmin()]) else None
+
+
 def _finite(logits: np.ndarray) -> np.ndarray:
     """logits [vocab]; raises Dsv4Error if one of them is NaN or infinite."""
-    # Both find a NaN where there is one; min() and max() take several times as long for a row.
-    if math.isfinite(logits[logits.argmax()]) and math.isfinite(logits[logits.argmin()]):
+    if _best(logits) is not None:
         return logits
     good = np.isfinite(logits)
     bad = int(np.argmin(good))
@@ -165,7 +171,10 @@ def greedy(logits: np.ndarray, position: int) -> int:
 
     A drafted token that is chosen by this very function is chosen where the backend computes, by Ops.best.
     """
-    return int(_finite(np.asarray(logits)).argmax())
+    best = _best(logits)
+    if best is None:
+        _finite(logits)  # raises
+    return best
 
 
 def chooser(params: SamplingParams) -> Choose:

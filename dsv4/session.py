@@ -270,7 +270,7 @@ def draft_all(parts: Sequence[tuple[Session, int, Choose]], logits: bool = False
 
 def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
     """tokens as int32 [n]; raises InputError for anything that is not a list of ids within the vocabulary."""
-    if type(tokens) is list and tokens and all(type(token) is int and 0 <= token < vocab for token in tokens):
+    if type(tokens) is list and set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab:
         return np.array(tokens, np.int32)  # the usual few: several times as fast as what follows
     try:
         ids = np.asarray(tokens)

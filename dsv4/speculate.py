@@ -98,10 +98,10 @@ def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose
     settled, rows = [], []
     try:
         batch = (yield WantsRows(tokens)) if mode == "batched" else None
-        for i, token in enumerate(tokens):
-            rows.append(batch[i] if batch is not None else (yield WantsRows([token]))[0])
+        for i, drafted in enumerate([*tokens[1:], None]):
+            rows.append(batch[i] if batch is not None else (yield WantsRows(tokens[i : i + 1]))[0])
             settled.append(choose(rows[-1], start + i + 1))
-            if settled[-1] not in tokens[i + 1 : i + 2]:
+            if settled[-1] != drafted:
                 break
     except BaseException:
         session.rewind(start)

@@ -142,12 +142,16 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""  # of a character that is not complete
 
     def push(self, token: int) -> str:
         """The text that is certain now."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
+        data = self._held + self._tokenizer.token_bytes(token)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return text
 
     def finish(self) -> str:
         """What is left at the end: U+FFFD for a character that was never completed, else nothing."""
-        return self._decoder.decode(b"", True)
+        held, self._held = self._held, b""
+        return held.decode("utf-8", "replace")
