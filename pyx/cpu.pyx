@@ -7,6 +7,7 @@ from __future__ import annotations
 from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
+from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t
 
 import numpy as np
@@ -15,6 +16,10 @@ from dsv4.errors import BackendError, CheckpointError, ConfigError, InputError
 
 cdef object empty = np.empty
 cdef object float32 = np.float32
+
+# Arrays are made and freed again with every forward. glibc gives the memory back to the system, and a page fault for
+# every 4 KB is the price of the next one, until it has seen a block of such a size freed: then it keeps twice as much.
+PyMem_RawFree(PyMem_RawMalloc(16 << 20))
 
 
 cdef extern from "team.h" nogil:

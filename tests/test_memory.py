@@ -1,6 +1,7 @@
 """What an engine holds beyond the mapped weights: the planned state, and a little more while a chunk runs."""
 
 import mmap
+import platform
 import subprocess
 import sys
 import time
@@ -26,6 +27,19 @@ with OwnPeak() as own:
         session.prefill(np.random.default_rng(0).integers(0, 600, int(sys.argv[2]) - 8).tolist())
         session.decode(5)
 print(own.bytes, engine.plan.state, engine.plan.weights)
+"""
+STEPS = """
+import resource, numpy as np
+from dsv4.ops import open_ops
+ops, x = open_ops("cpu"), np.ones((48, 1024), np.float32)
+def step():
+    for _ in range(4):
+        arrays = [ops.act_quant(x) for _ in range(6)]
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(100):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 linux = pytest.mark.skipif(own_memory() is None, reason="the system does not tell what is mapped")
 
@@ -58,6 +72,12 @@ def test_own_memory_counts_what_is_written_and_not_what_is_mapped(tmp_path):
 def test_nano_stays_within_its_plan():
     own, state, weights = measured("nano", 8000, 8)
     assert state > 50e6 and own < state + BEYOND
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what the C library does with freed memory is its own business")
+def test_arrays_of_a_step_are_made_from_what_the_last_one_freed():
+    faults = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True).stdout
+    assert int(faults) < 1000, f"{faults} page faults in 100 steps"
 
 
 @linux
