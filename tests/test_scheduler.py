@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from rank_threads import crew_of
 
 from dsv4 import Engine, SamplingParams
+from dsv4.dspark import Ask
 from dsv4.errors import CapacityError, ConfigError, Dsv4Error, InputError, StateError
 from dsv4.gate import Costs
 from dsv4.generate import Answer, complete, stream
+from dsv4.sampling import greedy
 from dsv4.scheduler import Request, Scheduler
 from dsv4.scheduling.budget import divide, fill
 from dsv4.scheduling.costs import BatchCosts, Line
@@ -154,6 +156,18 @@ def test_cancelled_and_failing_neighbours_change_nothing(nano, prompts, seen, mo
     assert [words(one) for one in found] == [words(one) for one in expected]
     same_rows({key: seen[key] for key in rows}, rows)
     assert (stats["failed"], stats["cancelled"], stats["finished"]) == (2, 3, len(requests))
+
+
+def test_a_draft_of_broken_logits_fails_by_itself(nano):
+    rng, size = np.random.default_rng(0), nano.config.dspark.block_size
+    y = rng.standard_normal((2 * size, nano.config.hidden_size), np.float32)
+    logits = rng.standard_normal((2 * size, nano.config.vocab_size), np.float32)
+    asks = [Ask(0, 5, 9, greedy), Ask(1, 5, 9, greedy)]
+    (alone,) = nano.draft.chain(y[:size], logits[:size].copy(), asks[:1])
+    logits[size + 2, 7] = np.nan
+    whole, broken = nano.draft.chain(y, logits, asks)
+    same_bits(whole.ids, alone.ids)
+    assert isinstance(broken, Dsv4Error) and "token 7 " in str(broken)
 
 
 @pytest.mark.parametrize("size", [2, 4])
