@@ -20,7 +20,7 @@ from .cli_plan import plan
 from .cli_serve import serve
 from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import (
-    Bars, FiniteRange, engine_options, load_engine, printable, prompt_options, quiet_follower, read_prompt, say,
+    Bars, FiniteRange, as_rank, engine_options, load_engine, printable, prompt_options, read_prompt, say,
 )  # fmt: skip
 from .cli_synth import synth
 from .config import World
@@ -269,8 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?" instead of failing
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    with quiet_follower():
-        return _run(arguments)
+    return as_rank(lambda: _run(arguments), meets=bool(arguments) and arguments[0] in ENGINE_COMMANDS)
 
 
 def _run(arguments: list[str]) -> int:

@@ -53,7 +53,12 @@ class Recorder:
     def __init__(self, name: str, path: Path, engine, source: str):
         self.name, self.path, self.source, self.rounds = name, path, source, []
         self.block = engine.config.dspark.block_size if engine.draft else 1
-        if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        try:
+            place = path if path.exists() else path.parent
+            fits = path.parent.is_dir() and not path.is_dir() and os.access(place, os.W_OK)
+        except OSError:  # a name that no file can have
+            fits = False
+        if not fits:
             raise InputError(f"{path}: expected a place to write rounds to, found none")
 
     def __call__(self, found) -> None:

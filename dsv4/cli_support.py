@@ -7,15 +7,16 @@ import math
 import os
 import sys
 import time
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Callable
 
 import click
 
 from .config import World
-from .errors import InputError
+from .errors import BackendError, InputError
 from .sizes import parse_size
 
 
@@ -126,14 +127,36 @@ def load_engine(model: str, settings: dict, progress):
     return engine, time.perf_counter() - start
 
 
+def as_rank(run: Callable[[], int], meets: bool) -> int:
+    """run() → its exit status. Of several ranks started together only rank 0 speaks. meets: they make an engine together.
+
+    A mistake that a rank finds before they met ends the job from there on, with its words, but for those that rank 0
+    found too. Ending at once would not do: a launcher may hang when it ends a process that is just starting MPI.
+    """
+    world, words = World.from_env(), io.StringIO()
+    with _overheard(world, words):
+        status = run()
+        if status and meets and world.size > 1:
+            _meet_and_end(world, words.getvalue().rstrip(), status)
+    return status
+
+
+def _meet_and_end(world: World, words: str, status: int) -> None:
+    """End the job with a follower's words, unless the ranks have met already, or cannot."""
+    from .comm import Mpi, open_communicator
+    from .crew import GRACE
+
+    if not Mpi.opened:
+        with suppress(BackendError):
+            open_communicator(world).fail(f"rank {world.rank}: {words}" if world.rank else "", status, GRACE)
+
+
 @contextmanager
-def quiet_follower():
-    """Of several ranks started together only rank 0 speaks; but on another host the first one says why it cannot start."""
-    world = World.from_env()
+def _overheard(world: World, words: io.StringIO):
+    """Ranks other than 0 speak into `words`; in the end the first one on another host does say why it cannot start."""
     if world.rank == 0:
         yield
         return
-    words = io.StringIO()
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(words):
         try:
             yield

@@ -169,11 +169,13 @@ class Mpi(Communicator):
     """
 
     DATA, BEAT, FAILURE = 1, 2, 3  # tags
+    opened = False  # in this process: MPI starts once, and the ranks meet once
     EAGER, PATIENT = 2000, 100  # tests before a waiting rank sleeps between them; and where cores are shared
 
     def __init__(self, world: World) -> None:
         """Raises BackendError where mpi4py is missing, or belongs to another MPI than the launcher."""
         super().__init__()
+        Mpi.opened = True
         with suppress(ConfigError):  # a wrong value is an error of the settings, and reported with them
             self.patience = float(init_timeout())
         # MPI starts when all ranks have come, and holds the interpreter meanwhile: only this can end a wait in vain.
@@ -270,7 +272,8 @@ class Mpi(Communicator):
         """Say it, once, and end all processes."""
         if not self._said.acquire(blocking=False):
             time.sleep(5)  # another thread is at it
-        print(text, file=sys.__stderr__, flush=True)
+        if text:
+            print(text, file=sys.__stderr__, flush=True)
         time.sleep(0.3)  # a launcher may drop what it has not read when the job is aborted
         if self._lock.acquire(timeout=1):
             self.mpi.COMM_WORLD.Abort(status)
@@ -374,5 +377,10 @@ class Nccl(Communicator):
 
 
 def open_communicator(world: World) -> Communicator:
-    """The communicator between the processes of a launcher; Single where there is only this one."""
+    """The communicator between the processes of a launcher; Single where there is only this one.
+
+    Raises ConfigError for a second one, and BackendError where MPI is missing.
+    """
+    if Mpi.opened:
+        raise ConfigError("ranks: expected one engine in a job, found a second one; keep the first, or start another job")
     return Mpi(world) if world.size > 1 else Single()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Iterator
 import numpy as np
 
 from .comm import Communicator, RankError
-from .errors import ConfigError, Dsv4Error
+from .errors import ConfigError, Dsv4Error, StateError
 from .state import Pool
 
 if TYPE_CHECKING:
@@ -33,13 +33,14 @@ class Crew:
     def __init__(self, comm: Communicator):
         self.comm = comm
         self.leads = comm.size > 1 and comm.rank == 0
+        self.over = False
         self._journal: list[tuple[str, tuple]] = []  # what the pool did since the last command
 
     # ------------------------------------------------------------------ start
     def greet(self, path: Any, settings: dict) -> tuple[Any, dict]:
-        """What to load: as given, or rank 0's where path is None."""
-        theirs = pickle.loads(self.comm.broadcast(pickle.dumps((path, settings))))
-        return theirs if path is None else (path, settings)
+        """What to load: as given; where path is None, rank 0's, and rank 0's settings but for those that are given."""
+        lead, theirs = pickle.loads(self.comm.broadcast(pickle.dumps((path, settings))))
+        return (lead, {**theirs, **settings}) if path is None else (path, settings)
 
     def neighbours(self) -> tuple[int, int, int]:
         """(ranks on this host, those of them that may use the same cores, both with this one; its place among the first)."""
@@ -70,7 +71,9 @@ class Crew:
     # ------------------------------------------------------------------ lead
     @contextmanager
     def command(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Have the others do the same as the body."""
+        """Have the others do the same as the body. Raises StateError once the engine is closed: they are gone."""
+        if self.over:
+            raise StateError("engine: expected an open one, found a closed one")
         if not self.leads:
             yield
             return
@@ -86,7 +89,10 @@ class Crew:
             self._journal.append((operation, arguments))
 
     def stop(self) -> None:
-        """Send the others home."""
+        """Send the others home. Twice is fine."""
+        if self.over:
+            return
+        self.over = True
         atexit.unregister(self.stop)
         if self.leads:
             self._tell(STOP)

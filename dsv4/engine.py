@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Iterator, Sequence
 
-from .comm import Communicator, Single, Traffic, open_communicator
+from .comm import Communicator, Traffic, open_communicator
 from .config import ModelConfig, RunConfig, World
 from .crew import GRACE, Crew
 from .dspark import Ask, Draft, Drafted, Span
@@ -131,8 +131,7 @@ class Engine:
         """End the scheduler, if one runs, and let the other ranks go. Closing twice is fine."""
         if self.owner is not None:
             self.owner.close()
-        crew, self.crew = self.crew, Crew(Single())
-        crew.stop()
+        self.crew.stop()
 
     def __enter__(self) -> Engine:
         return self

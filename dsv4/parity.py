@@ -55,7 +55,7 @@ def read(path: str | Path) -> tuple[object, list[list[tuple[int, float]]], bool]
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: expected a readable file; {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: expected JSON; {error}") from error
     if not isinstance(data, dict) or not {"prompt", "topk"} <= data.keys():
         raise InputError(

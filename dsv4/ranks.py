@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .comm import open_communicator
 from .config import World
+from .crew import Crew
 from .engine import Engine
 from .errors import ConfigError
 
@@ -13,10 +15,11 @@ def serve(path: str | Path | None = None, **settings) -> None:
     """On ranks other than 0: load what rank 0 loads and repeat what its engine does, until that is closed.
 
     path, settings: as for Engine.load; by default rank 0's. They may name another directory that holds the same
-    checkpoint. Raises ConfigError on rank 0: that one calls Engine.load.
+    checkpoint. On rank 0, which calls Engine.load, it ends the job, or raises ConfigError where there is no other rank.
     """
     world = World.from_env()
     if world.rank == 0:
-        raise ConfigError(f"serve: expected a rank other than 0, found rank 0 of {world.size}; call Engine.load there")
+        with Crew(open_communicator(world)).together():  # met the others, as the job may not end well before that
+            raise ConfigError(f"serve: expected a rank other than 0, found rank 0 of {world.size}; call Engine.load there")
     engine = Engine.join(path, **settings)
     engine.crew.follow(engine)

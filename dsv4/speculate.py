@@ -172,7 +172,9 @@ class Speculator:
 
     def round(self, session: Session, token: int, logits: np.ndarray, room: int) -> Generator[Any, Any, Round]:
         """The plan of step()."""
-        room = min(room, session.engine.max_context - session.position)
+        if room < 1:
+            raise InputError(f"room: expected at least 1 token to settle, found {room}")
+        room = max(1, min(room, session.engine.max_context - session.position))  # at the very end the forward refuses
         found = Round(before=logits)
         if self.gate is not None and room > 1:
             yield from self._draft(token, found)

@@ -119,7 +119,7 @@ def read_config(like: str) -> ModelConfig:
         return ModelConfig.load(path)
     try:
         return ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{like}: expected real, nano, a config.json or a directory with one; {error}") from None
 
 

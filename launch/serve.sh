@@ -9,7 +9,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 ranks=${1:-}
-[[ $ranks =~ ^[0-9]+$ ]] || fail "expected the number of ranks first, found '${ranks}'; see the head of $0"
+[[ $ranks =~ ^[1248]$ ]] || fail "expected the number of ranks first (1, 2, 4 or 8), found '${ranks}'; see the head of $0"
 shift
 if [ "$ranks" = 1 ]; then
   setup

@@ -423,6 +423,7 @@ def test_rounds_are_recorded_and_replayed(run, generate, tmp_path):
     status, out, _ = run("gate", "replay", path, "--rule", "always", "--json")
     assert status == 0 and json.loads(out)["lengths"]["prompt"] == [one["k"] for one in rounds]
     assert refused(run("generate", "--prompt", "x", "--record-rounds", tmp_path / "no" / "where"), "expected a place to write")
+    assert refused(run("generate", "--prompt", "x", "--record-rounds", "x" * 300), "expected a place to write")
     generate("--max-tokens", "1", "--record-rounds", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 

@@ -365,7 +365,7 @@ def test_settings_from_the_environment(clean, variable, text, field, value):
         ("", "2"), ("", "yes"), ("", ""), ("_MARGIN_THRESHOLD", "-1"), ("_MARGIN", "0"), ("_MARGIN", "1,15"),
         ("_MIN_DRAFT", "1.5"), ("_MIN_DRAFT", "-1"), ("_DECAY", "0"), ("_DECAY", "1.1"), ("_DECAY", "nan"),
         ("_DRAFT_MS", "fast"), ("_DRAFT_MS", "-1"), ("_VERIFY_BASE_MS", "0"), ("_VERIFY_SLOPE_MS", "inf"),
-        ("_PLAIN_MS", "0"), ("_MARGINS", "1"),
+        ("_PLAIN_MS", "0"), ("_MARGINS", "1"), ("_PLAIN_MS", "1e308"), ("_VERIFY_BASE_MS", "1e-320"), ("_DRAFT_MS", "1e-320"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_parse(clean, variable, text):

@@ -173,7 +173,7 @@ GOOD = {"accept": 1, "k": 2, "conf": [0.5, 1]}
 @pytest.mark.parametrize(
     "content, says",
     [
-        ("{", "expected JSON"), ("[]", "expected a JSON object"),
+        ("{", "expected JSON"), ("[" * 100_000, "expected JSON"), ("[]", "expected a JSON object"),
         ({"prompts": {"p": [GOOD]}}, "block_size: expected an int"),
         ({"block_size": 0, "prompts": {"p": [GOOD]}}, "block_size"), ({"block_size": 5}, "prompts: expected"),
         ({"block_size": 5, "prompts": {}}, "prompts: expected"),

@@ -136,6 +136,38 @@ def test_a_mistake_of_one_rank_is_told(checkpoint_dir):
     refused(run, "rank 1: /no/such/model/config.json: not found")
 
 
+def test_a_follower_tells_what_rank_0_did_not_find(checkpoint_dir):
+    run = mpirun((1, *generate(checkpoint_dir("tiny-tp"))), (1, *generate(checkpoint_dir("tiny-tp"), "--no-such-option")))
+    assert run.returncode == 2 and run.stdout == "", run.stderr
+    assert run.stderr.count("No such option") == 1 and run.stderr.count("rank 1: Usage") == 1
+
+
+def test_a_mistake_before_the_ranks_met_waits_for_them(tmp_path):
+    """A launcher may hang when it ends a process that is just starting MPI."""
+    late = "import time, dsv4.comm as c; time.sleep(1); c.open_communicator(c.World.from_env()); print('met', flush=True);"
+    late += "time.sleep(30)"
+    run = mpirun((1, *generate("nano")[:5], "--prompt-file", tmp_path / "absent"), (1, "-c", late))
+    assert run.returncode == 2 and run.stdout == "met\n" and run.stderr.count("absent: expected a readable file") == 1, run
+    serve = "import dsv4.ranks; dsv4.ranks.serve()"
+    run = mpirun((1, "-c", serve), (1, "-c", late))
+    assert run.returncode == 2 and run.stdout == "met\n" and run.stderr.count("serve: expected a rank other than 0") == 1, run
+
+
+def test_one_engine_in_a_job(checkpoint_dir):
+    lead = "import dsv4, sys; load = lambda: dsv4.Engine.load(sys.argv[1], threads=1, max_context=64); one = load();"
+    for close in ("one.close(); ", ""):
+        run = mpirun((2, "-c", lead + close + "load()", checkpoint_dir("tiny-tp")))
+        assert run.returncode == 1 and run.stderr.count("ConfigError: ranks: expected one engine in a job") == 1, run.stderr
+
+
+def test_settings_of_serve_without_a_path(checkpoint_dir):
+    """They go before rank 0's; they were once ignored."""
+    lead = "import dsv4, sys; dsv4.Engine.load(sys.argv[1], threads=1, chunk=7).close()"
+    serve = "import dsv4.ranks; dsv4.ranks.serve({})"
+    refused(mpirun((1, "-c", lead, checkpoint_dir("tiny-tp")), (1, "-c", serve.format("chunk=8"))), "the same chunk on all")
+    assert mpirun((1, "-c", lead, checkpoint_dir("tiny-tp")), (1, "-c", serve.format("threads=2"))).returncode == 0
+
+
 def test_a_launcher_of_another_mpi(checkpoint_dir):
     """Two processes are announced, but MPI knows of one."""
     run = subprocess.run([sys.executable, "-m", "dsv4", "generate", "--model", str(checkpoint_dir("tiny-tp")), *TOKENS],

@@ -75,6 +75,7 @@ def test_a_lone_candidate_is_never_a_tie(files):
     "bad, message",
     [
         ("{", "expected JSON"),
+        ("[" * 100_000, "expected JSON"),
         ([A], 'keys "prompt" and "topk"'),
         ({"prompt": [5]}, 'keys "prompt" and "topk"'),
         ({**A, "prompt": [5, 6, 8]}, "expected the prompt of"),

@@ -6,7 +6,7 @@ from compare import same_bits, same_state, state_of
 from rank_threads import crew_of, same_trace, trace
 
 from dsv4 import Engine, Snapshot
-from dsv4.errors import CapacityError, InputError
+from dsv4.errors import CapacityError, InputError, StateError
 
 SETTINGS = {"threads": 1, "max_sessions": 4, "max_context": 256, "chunk": 128}
 # What a model can be divided over: tiny-tp all of it by 8; nano its attention by 2 and its experts not at all.
@@ -79,6 +79,19 @@ def test_sessions_come_and_go(checkpoint_dir, engine):
                 session.close()
     for session in expected:
         session.close()
+
+
+def test_a_closed_engine_refuses(checkpoint_dir):
+    """The others are gone: a wait for them would have no end. The same on one rank."""
+    for size in (1, 2):
+        with crew_of(checkpoint_dir("tiny-tp"), size, **SETTINGS) as engine:
+            session = engine.session()
+            session.prefill([1, 2, 3])
+        for use in (lambda: session.decode(4), lambda: session.draft(4), engine.traffic):
+            with pytest.raises(StateError, match="engine: expected an open one, found a closed one"):
+                use()
+        session.close()
+        engine.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

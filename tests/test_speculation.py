@@ -200,6 +200,19 @@ def test_steps_by_themselves(engine, prompts):
         while len(tokens) < 40:
             tokens += session.speculative_step().tokens
         assert tokens[:40] == plain and session.tokens == [*prompt, *tokens[:-1]]
+        with pytest.raises(InputError, match="room: expected at least 1"):
+            session.speculative_step(room=0)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_step_at_the_end_of_the_context_is_refused(gated):
+    with Engine.load("nano", threads=1, max_context=16) as engine, engine.session() as session:
+        logits = session.prefill(range(16))
+        speculator = None if gated else Speculator()
+        with pytest.raises(CapacityError, match="expected at most 16 positions, found 16 used and 1 more"):
+            session.speculative_step(speculator=speculator)
+        assert session.position == 16
+        same_bits(session.logits, logits, "the last row's logits")
 
 
 # ---------------------------------------------------------------------- the draft and what it depends on

@@ -62,7 +62,7 @@ def read_rounds(path: str | Path) -> Recording:
         raw = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise InputError(f"{path}: expected a file of rounds; {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: expected JSON; {error}") from error
     if not isinstance(raw, dict):
         raise InputError(f"{path}: expected a JSON object with block_size and prompts; found {type(raw).__name__}")

@@ -10,6 +10,7 @@ from ..config import environment
 from ..errors import ConfigError
 
 PREFIX = "DEEPSEEK_DSPARK_GATE"
+LEAST_MS, MOST_MS = 1e-6, 1e12  # of a cost: sums and ratios of such numbers are numbers
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def _parse(variable: str, name: str, text: str) -> bool | int | float:
 def _check(name: str, shown: str, value: Any) -> None:
     number = type(value) in (int, float) and math.isfinite(value)
     free = name in ("draft_ms", "verify_slope_ms")  # a draft or one row more may cost nothing
-    cost = (number and (value >= 0 if free else value > 0), f"milliseconds {'>=' if free else '>'} 0")
+    within = number and LEAST_MS <= value <= MOST_MS
+    cost = (within or (free and value == 0), f"milliseconds, {'0 or ' if free else ''}{LEAST_MS:g} to {MOST_MS:g}")
     holds, expected = {
         "on": (type(value) is bool, "0 or 1"),
         "margin_threshold": (number and value >= 0, "a number >= 0"),
