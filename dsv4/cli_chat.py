@@ -18,7 +18,7 @@ from .cli_support import Bars, engine_options, load_engine, model_option
 @click.option(
     "--effort", type=click.Choice(list(EFFORTS)), default="low", show_default=True, help="How long to reason."
 )
-@click.option("--max-tokens", type=int, metavar="N", help="Longest answer. Default: what the context holds.")
+@click.option("--max-tokens", type=int, metavar="N", help="Longest answer. Default: a quarter of the context.")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0 always takes the most likely token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Choose among the fewest tokens that reach it.")
 @click.option("--seed", type=int, help="Makes sampling repeatable.")
@@ -46,9 +46,10 @@ def chat(model, system, load, think, effort, max_tokens, spec, settings, **sampl
 
     terminal = is_terminal()
     read = open_reader(terminal)
-    params = SamplingParams(max_tokens=1 << 30 if max_tokens is None else max_tokens, **sampling)
+    SamplingParams(max_tokens=1 if max_tokens is None else max_tokens, **sampling)  # wrong ones are refused before the model is loaded
     with Bars() as bars:
         engine, _ = load_engine(model, {**settings, "max_sessions": 1}, bars)
+    params = SamplingParams(max_tokens=max(engine.max_context // 4, 1) if max_tokens is None else max_tokens, **sampling)
     with engine, Chat(engine, params, system=system, thinking=think, effort=effort, spec=spec) as talk:
         if load is not None:
             talk.load(load)

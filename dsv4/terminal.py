@@ -67,7 +67,7 @@ class Chat:
         self.messages: list[dict] = []
         self.stats: Stats | None = None  # of the last answer
         self._rounds = speculator(engine, self.params, spec)
-        self._kept = None  # snapshot of the session before an answer whose reasoning the next prompt leaves out
+        self._kept = None  # snapshot of the session before its last answer
         self._stop = False
         self.set_system(system)
         encode_ids(self.messages or [{"role": "user", "content": ""}], engine.tokenizer, effort=effort)  # refuses early
@@ -184,10 +184,10 @@ class Chat:
             else:
                 self.session.rewind(0)
         self._new = len(ids) - self.session.position
-        if self.thinking:  # the next prompt will end this one's last turn otherwise
-            if self.session.position < len(ids) - 1:
-                self.session.prefill(ids[self.session.position : -1], lambda done, total: self._progress("", done, total))
-            self._kept = self.session.snapshot()
+        # The next prompt may go on otherwise from here: without reasoning, or with other tokens for the text of an answer.
+        if self.session.position < len(ids) - 1:
+            self.session.prefill(ids[self.session.position : -1], lambda done, total: self._progress("", done, total))
+        self._kept = self.session.snapshot()
 
     def close(self) -> None:
         """Give the session back. Closing twice is fine."""

@@ -78,6 +78,16 @@ def test_reasoning_that_the_next_prompt_leaves_out_costs_no_second_reading(chat)
     assert talk.stats.new_tokens == talk.stats.prompt_tokens - (first - 1)
 
 
+def test_an_answer_that_is_read_as_other_tokens_costs_no_second_reading_of_what_was_before(chat):
+    """Sampled tokens need not be those that their text is split into."""
+    talk = chat(max_tokens=60)
+    ask(talk, ASKS[0])
+    first = talk.stats.prompt_tokens
+    talk.messages[-1]["content"] = "Other words." + talk.messages[-1]["content"]
+    ask(talk, ASKS[2])
+    assert talk.stats.new_tokens == talk.stats.prompt_tokens - (first - 1)
+
+
 def test_a_stopped_answer_stays_as_far_as_it_came(chat):
     talk = chat(max_tokens=200)
     seen = ""
