@@ -135,7 +135,7 @@ def test_the_end_of_a_cut_answer(post, script):
 def test_logprobs(engine, post, script):
     tokenizer = engine.tokenizer
     accent = tokenizer.encode("é")[0] if len(tokenizer.encode("é")) > 1 else 0
-    scheduler = script([step.__class__(**{**step.__dict__, "token": accent}) if i == 1 else step for i, step in
+    scheduler = script([step._replace(token=accent) if i == 1 else step for i, step in
                         enumerate(steps(["H", "", "é"], logprob=-0.5, top_logprobs=((65, -0.5), (66, -1.5))))])  # fmt: skip
     wanted = {"logprobs": True, "top_logprobs": 2}
     whole = post(CHAT_PATH, {**CHAT, **wanted}).json()["choices"][0]["logprobs"]
