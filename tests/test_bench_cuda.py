@@ -50,7 +50,9 @@ def test_everything_is_measured(records):
     assert rows == {
         "fp8 linear, wq_b": [1, 2, 4, 8], "prefill, linear, wq_b": [20], "fp8 linear, wo_b": [1, 2, 4, 8],
         "prefill, linear, wo_b": [20], "bf16 head": [1, 6], "best of logits": [1, 6], "fp4 experts": [1, 2, 4], "prefill, experts": [20],
-        "attention, ratio 4": [1, 3], "attention, ratio 16": [1, 3], "indexer": [1, 6], "layer, window only": [1, 6],
+        "attention, ratio 4": [1, 3], "attention, ratio 16": [1, 3], "indexer": [1, 6], "activation quantisation": [1, 20],
+        "rmsnorm": [1, 20], "hyper-connection, in": [1, 20], "hyper-connection, out": [1, 20], "compressor, ratio 4": [5],
+        "compressor, ratio 16": [1], "layer, window only": [1, 6],
         "layer, ratio 4": [1, 6], "layer, ratio 16": [1, 6], **{f"3 layers, verify {n}": [n + 1] for n in range(6)},
     }  # fmt: skip
     bars = {r["name"].split(",")[0]: r["bar"] for r in records if "bar" in r}
@@ -65,6 +67,12 @@ def test_bytes_that_must_be_read(records):
     assert first["fp4 experts", 2]["bytes"] == (2 * c.num_experts_per_tok + 1) * 3 * c.hidden_size * c.moe_intermediate_size * 17 // 32
     key = c.head_dim - c.qk_rope_head_dim + -(-(c.head_dim - c.qk_rope_head_dim) // 64) + 2 * c.qk_rope_head_dim
     assert first["attention, ratio 16", 3]["bytes"] == 3 * (512 // 16 + c.sliding_window) * key
+    d, m = c.hidden_size, 2
+    assert first["hyper-connection, in", 20]["bytes"] == 4 * (20 * (m * d + d) + (2 + m) * m * m * d)
+    assert first["hyper-connection, out", 20]["bytes"] == 4 * 20 * (m * d + m * d + d)
+    assert first["rmsnorm", 20]["bytes"] == first["activation quantisation", 20]["bytes"] == 2 * 4 * 20 * d
+    assert first["compressor, ratio 4", 5]["bytes"] == 4 * 5 * (2 * 4 * 2 * c.head_dim + c.head_dim)
+    assert first["compressor, ratio 16", 1]["bytes"] == 4 * (2 * 16 * c.head_dim + c.head_dim)
     assert first["indexer", 6]["bytes"] == 256 * c.index_head_dim * 17 // 32
 
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..formats import FP4_BLOCK
-from ..ops import IndexCache, KeyCache
+from ..ops import IndexCache, KeyCache, Ring
 from ..ops.cuda import CudaOps
+from ..parameters import HyperConnection
 from ..plan import index_key_bytes, key_bytes
 from . import machine
 from .experts import expert_bytes, random_expert
@@ -245,6 +246,43 @@ def indexer(card: Card, c: ModelConfig) -> list[dict]:
     return found
 
 
+# ---------------------------------------------------------------------- between the products
+def between(card: Card, c: ModelConfig) -> list[dict]:
+    """What runs over rows of float32 between the products; bytes read and written. A single row's stay in the cache."""
+    ops, m, d = card.ops, c.hc_mult, c.hidden_size
+    mixes = (2 + m) * m
+    hc = HyperConnection(
+        ops.matrix("f32", np.random.default_rng(0).standard_normal((mixes, m * d), np.float32) / d), ops.vector(np.zeros(mixes, np.float32)),
+        ops.vector(np.ones(3, np.float32)), m, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps,
+    )  # fmt: skip
+    norm, found = ops.vector(np.ones(d, np.float32)), []
+    for rows in (1, card.sizes.prefill):
+        x, h = card.rows(rows, d), card.rows(rows, m * d).reshape(rows, m, d)
+        _, mix = ops.hc_pre(h, hc)
+        for name, floats, run in (
+            ("activation quantisation", 2 * rows * d, partial(ops.act_quant, x)),
+            ("rmsnorm", 2 * rows * d, partial(ops.rmsnorm, x, norm, c.rms_norm_eps)),
+            ("hyper-connection, in", (rows * (m + 1) + mixes * m) * d, partial(ops.hc_pre_norm, h, hc, norm, c.rms_norm_eps)),
+            ("hyper-connection, out", rows * (2 * m + 1) * d, partial(ops.hc_post, x, h, mix)),
+        ):
+            found.append(card.moved(name, rows, 4 * floats, _ignoring(run)))
+    return [*found, *(_compressor(card, c, ratio) for ratio in sorted({r for r in c.compress_ratios if r}))]
+
+
+def _ignoring(run: Callable[[], object]) -> Callable[[int], object]:
+    return lambda i: run()
+
+
+def _compressor(card: Card, c: ModelConfig, ratio: int) -> dict:
+    """Pooling of the entries that a prefill completes."""
+    n, width = max(1, card.sizes.prefill // ratio), c.head_dim * (2 if ratio == 4 else 1)
+    capacity = (n + 1) * ratio
+    ring = Ring(card.rows(capacity, width), card.rows(capacity, width))
+    slots, entries = card.ops.table(np.zeros(n, np.int32)), card.ops.table(np.arange(1, n + 1, dtype=np.int32))
+    run = partial(card.ops.compress_pool, ring, slots, entries, ratio, capacity)
+    return card.moved(f"compressor, ratio {ratio}", n, 4 * n * (2 * ratio * width + c.head_dim), _ignoring(run))
+
+
 # ---------------------------------------------------------------------- layers, and a slice of the model
 def layers(card: Card, c: ModelConfig) -> list[dict]:
     """Whole layers of every kind, and forwards of a slice with one of each: decoding (1 row) and verifying n = 0 .. 5
@@ -276,7 +314,7 @@ def _waited(run: Callable[[int], object], repeats: int) -> float:
     return seconds(run, repeats)
 
 
-PARTS = {"linears": linears, "experts": experts, "attention": attention, "indexer": indexer, "layers": layers}
+PARTS = {"linears": linears, "experts": experts, "attention": attention, "indexer": indexer, "between": between, "layers": layers}
 
 
 def measure(
