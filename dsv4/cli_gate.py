@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import click
+import numpy as np
 
 from .cli_support import say
 from .gate import DEFAULT, RULES, Costs, GateSettings
-from .gate.calibration import fit_prior
+from .gate.fit import fit_prior, outcomes
 from .gate.records import read_rounds
-from .gate.replay import ACCOUNTINGS, replay, vary
+from .gate.replay import ACCOUNTINGS, Report, replay, vary
 
 accounting_option = click.option(
     "--accounting", type=click.Choice(ACCOUNTINGS), default="honest", show_default=True,
@@ -56,16 +57,19 @@ def replay_command(file, rule, accounting, costs, as_json):
 
     \b
     JSON: rule; accounting; per_prompt {name: tok/s}; round_weighted tok/s (rounds over the sum of rounds times seconds
-    per token); total tok/s; lengths {name: [tokens verified, per round]}; undrafted {name: [rounds without a draft]}.
+    per token); total tok/s; plain tok/s, of plain decoding at these costs; ratio_to_plain {round_weighted, total}; lengths
+    {name: [tokens verified, per round]}; undrafted {name: [rounds without a draft]}.
     """
     report = replay(read_rounds(file), rule, accounting, GateSettings.from_env(), costs)
+    overall = {"round_weighted": report.round_weighted, "total": report.total}
     if as_json:
         record = {
             "rule": rule,
             "accounting": accounting,
             "per_prompt": {name: one.rate for name, one in report.played.items()},
-            "round_weighted": report.round_weighted,
-            "total": report.total,
+            **overall,
+            "plain": report.plain,
+            "ratio_to_plain": {name: rate / report.plain for name, rate in overall.items()},
             "lengths": {name: one.lengths for name, one in report.played.items()},
             "undrafted": {name: one.undrafted for name, one in report.played.items()},
         }
@@ -74,9 +78,14 @@ def replay_command(file, rule, accounting, costs, as_json):
     for name, one in report.played.items():
         skipped = set(one.undrafted)
         lengths = " ".join("-" if i in skipped else str(n) for i, n in enumerate(one.lengths))
-        say(f"{name:14s} {one.rate:6.2f} tok/s   {lengths}")
-    say(f"{'round-weighted':14s} {report.round_weighted:6.2f} tok/s   (- : nothing drafted)")
-    say(f"{'total':14s} {report.total:6.2f} tok/s")
+        say(f"{_rate(name, one.rate, report)}   {lengths}")
+    say(f"{_rate('round-weighted', report.round_weighted, report)}   (- : nothing drafted)")
+    say(_rate("total", report.total, report))
+    say(f"{'plain':14s} {report.plain:6.2f} tok/s")
+
+
+def _rate(name: str, rate: float, report: Report) -> str:
+    return f"{name:14s} {rate:6.2f} tok/s   {rate / report.plain:.2f} x plain"
 
 
 @gate.command("vary")
@@ -112,15 +121,17 @@ def vary_command(file, accounting, costs, as_json):
 def fit_command(file, as_json):
     """The calibration that the rounds of FILE suggest: P(accepted) = sigmoid(a * confidence + b).
 
-    For all prompts, and for all but each one.
+    For all prompts and, where there are several, for all but each one.
     """
-    prompts = read_rounds(file).prompts
+    known = {name: outcomes(rounds) for name, rounds in read_rounds(file).prompts.items()}
 
-    def fit(left_out: str | None) -> list[float]:
-        rounds = [one for name, found in prompts.items() if name != left_out for one in found]
-        return list(fit_prior((one.conf, one.k, one.accept) for one in rounds)[:2])
+    def fit(left_out: str | None) -> tuple[float, float]:
+        a, b, *_ = fit_prior(np.concatenate([found for name, found in known.items() if name != left_out]))
+        return a, b
 
-    fits = {"all": fit(None), **{f"without {name}": fit(name) for name in prompts}}
+    fits = {"all": fit(None)}
+    if len(known) > 1:
+        fits |= {f"without {name}": fit(name) for name in known}
     if as_json:
         say(json.dumps({name: dict(zip("ab", found)) for name, found in fits.items()}, ensure_ascii=False))
         return

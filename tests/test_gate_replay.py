@@ -219,14 +219,17 @@ def test_command_replay(monkeypatch):
     assert (record["round_weighted"], record["total"]) == (report.round_weighted, report.total)
     assert record["lengths"] == {kind: report.played[kind].lengths for kind in KINDS}
     assert record["undrafted"]["prose"] == report.played["prose"].undrafted
+    assert record["plain"] == 1000 / 303
+    assert record["ratio_to_plain"] == {"round_weighted": report.round_weighted / record["plain"], "total": report.total / record["plain"]}
     published = json.loads(run("replay", FILE, "--rule", "bucket", "--accounting", "published", "--json"))
     assert round(published["round_weighted"], 2) == 3.62
     faster = json.loads(run("replay", FILE, "--rule", "always", "--costs", 19.6, 30, 10.9, 30.3, "--json"))
-    assert faster["total"] == pytest.approx(10 * replay(MEASURED, "always").total)
+    assert faster["total"] == pytest.approx(10 * replay(MEASURED, "always").total) and faster["plain"] == 1000 / 30.3
     with pytest.raises(ConfigError, match="^plain_ms: expected"):
         run("replay", FILE, "--costs", 1, 1, 1, 0)
     table = run("replay", FILE, "--rule", "bucket")
-    assert "2.97 tok/s   5 5 5 5 0 5 5" in table and "3.46 tok/s" in table
+    assert "2.97 tok/s   0.90 x plain   5 5 5 5 0 5 5" in table and "3.46 tok/s   1.05 x plain" in table
+    assert table.splitlines()[-1].split() == ["plain", "3.30", "tok/s"]
     with pytest.raises(ConfigError, match="gate rule"):
         run("replay", FILE, "--rule", "best")
     monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_DECAY", "x")
@@ -234,7 +237,7 @@ def test_command_replay(monkeypatch):
         run("replay", FILE)
 
 
-def test_command_vary_and_fit():
+def test_command_vary_and_fit(tmp_path):
     rows = json.loads(run("vary", FILE, "--json"))
     assert rows[0]["setting"] == "(as set)" and rows[0]["round_weighted"] == replay(MEASURED).round_weighted
     assert "patience" in run("vary", FILE) and "plain_ms" in run("vary", FILE)
@@ -242,3 +245,6 @@ def test_command_vary_and_fit():
     assert fits["all"]["a"] == pytest.approx(PRIOR.a, abs=1e-4)
     assert fits["without math"]["b"] == pytest.approx(HELD_OUT["math"].b, abs=1e-4)
     assert "a = 1.0407  b = 0.2671" in run("fit", FILE)
+    path = tmp_path / "one.json"
+    write_rounds(path, Recording(5, {"only": MEASURED.prompts["prose"]}))
+    assert list(json.loads(run("fit", path, "--json"))) == ["all"]  # without it there is nothing to fit

@@ -21,7 +21,7 @@ class Prior(NamedTuple):
     b_precision: float = 2.0
 
 
-# Maximum a posteriori fits (fit_prior, below) to the 31 rounds that were measured on four kinds of prompt; `python -m
+# Maximum a posteriori fits (fit.fit_prior) to the 31 rounds that were measured on four kinds of prompt; `python -m
 # dsv4 gate fit FILE` prints them. PRIOR is all four. HELD_OUT[kind] leaves that kind out: it is what a replay of these
 # very rounds must use, so that no prompt is scored with what was learned from it.
 PRIOR = Prior(1.0407, 0.2670)
@@ -90,25 +90,6 @@ class Calibration:
         det = self._aa * self._bb - self._ab * self._ab
         self.a = max(self.a + (self._bb * pull_a - self._ab * pull_b) / det, LOWEST_SLOPE)
         self.b += (self._aa * pull_b - self._ab * pull_a) / det
-
-
-def fit_prior(rounds: Iterable[tuple[Sequence[float], int, int]]) -> Prior:
-    """The most likely (a, b) for rounds of (confidences, n, accepted), given that a head's logit is about right.
-
-    "About right" is a unit Gaussian around a = 1, b = 0; without it a few rounds that were all accepted have no fit.
-    """
-    known = [pair for one in rounds for pair in known_outcomes(*one)]
-    belief = Calibration(Prior(1.0, 0.0, 1.0, 1.0), 1.0)
-    for _ in range(50):
-        aa, ab, bb, pull_a, pull_b = 1.0, 0.0, 1.0, 1.0 - belief.a, -belief.b
-        for confidence, accepted in known:
-            p = belief.chance(confidence)
-            weight = p * (1.0 - p)
-            aa, ab, bb = aa + weight * confidence * confidence, ab + weight * confidence, bb + weight
-            pull_a, pull_b = pull_a + (accepted - p) * confidence, pull_b + accepted - p
-        belief._aa, belief._ab, belief._bb = aa, ab, bb
-        belief._step(pull_a, pull_b)
-    return Prior(belief.a, belief.b)
 
 
 class MarginModel:

@@ -64,7 +64,10 @@ def play(rule: Rule, rounds: Iterable[RecordedRound], costs: Costs, accounting: 
 
 @dataclass
 class Report:
+    """plain: tok/s of plain decoding at what was charged, which every rate is to be held against."""
+
     played: Mapping[str, Played]
+    plain: float
 
     @property
     def round_weighted(self) -> float:
@@ -94,7 +97,8 @@ def replay(
 
 
 def _report(recording: Recording, fresh: Callable[[str], Rule], costs: Costs, accounting: str) -> Report:
-    return Report({name: play(fresh(name), rounds, costs, accounting) for name, rounds in recording.prompts.items()})
+    played = {name: play(fresh(name), rounds, costs, accounting) for name, rounds in recording.prompts.items()}
+    return Report(played, 1000.0 / costs.plain_ms)
 
 
 def variations(settings: GateSettings) -> Iterator[tuple[str, str, dict]]:
