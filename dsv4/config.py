@@ -380,12 +380,6 @@ def default_threads(sharing: int = 1) -> int:
     return max(1, cores // sharing)
 
 
-def _parse_rank(name: str, text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ConfigError(f"{name}: expected a rank, 0 or more; found {text!r}")
-    return int(text)
-
-
 def _parse_count(name: str, text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise ConfigError(f"{name}: expected an integer >= 1, found {text!r}")
@@ -474,13 +468,14 @@ class RunConfig:
 
         sharing: how many ranks share this one's cores, for the default number of threads.
         """
-        known = {f.name for f in fields(cls)}
-        if set(overrides) - known:
-            raise ConfigError(f"run settings: expected {', '.join(sorted(known))}; found {', '.join(overrides)}")
-        unknown = sorted(key for key in os.environ if key.startswith("DSV4_"))
-        unknown = [key for key in unknown if key not in _ENVIRONMENT and key not in (INIT_TIMEOUT, API_KEY)]
+        settings = {f.name for f in fields(cls)}
+        unknown = sorted(set(overrides) - settings)
         if unknown:
-            raise ConfigError(f"{unknown[0]}: unknown variable; expected one of {', '.join(_ENVIRONMENT)}")
+            raise ConfigError(f"run settings: expected {', '.join(sorted(settings))}; found {', '.join(unknown)}")
+        variables = (*_ENVIRONMENT, INIT_TIMEOUT, API_KEY)
+        unknown = [name for name in environment("DSV4_") if name not in variables]
+        if unknown:
+            raise ConfigError(f"{unknown[0]}: unknown variable; expected one of {', '.join(variables)}")
         init_timeout()
         values = {f: parse(name, os.environ[name]) for name, (f, parse) in _ENVIRONMENT.items() if name in os.environ}
         values.update({key: value for key, value in overrides.items() if value is not None})

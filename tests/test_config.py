@@ -258,6 +258,18 @@ def test_environment_errors_name_the_variable(clean, name, value):
         RunConfig.from_env()
 
 
+def test_an_unknown_variable_is_told_every_known_one(clean):
+    clean.setenv("DSV4_TREADS", "1")
+    with pytest.raises(ConfigError) as error:
+        RunConfig.from_env()
+    known = str(error.value).partition("expected one of ")[2].split(", ")
+    assert {"DSV4_THREADS", "DSV4_PACKED", "DSV4_INIT_TIMEOUT", "DSV4_API_KEY"} <= set(known)
+    clean.delenv("DSV4_TREADS")
+    for name in known:
+        clean.setenv(name, "1" if name != "DSV4_BACKEND" else "cpu")
+    RunConfig.from_env()
+
+
 def test_timeout_of_the_ranks_is_known(clean):
     clean.setenv("DSV4_INIT_TIMEOUT", "600")
     RunConfig.from_env()
@@ -270,8 +282,8 @@ def test_wrong_settings(clean, settings):
 
 
 def test_unknown_setting(clean):
-    with pytest.raises(ConfigError, match="speed"):
-        RunConfig.from_env(speed=1)
+    with pytest.raises(ConfigError, match="expected backend, .*, threads; found speed$"):
+        RunConfig.from_env(speed=1, threads=2)
 
 
 def test_context(clean, real, raw):
