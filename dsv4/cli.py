@@ -20,7 +20,7 @@ from .cli_plan import plan
 from .cli_serve import serve
 from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import (
-    Bars, FiniteRange, as_rank, engine_options, load_engine, printable, prompt_options, read_prompt, say,
+    Bars, FiniteRange, as_rank, draw_options, engine_options, load_engine, printable, prompt_options, read_prompt, say,
 )  # fmt: skip
 from .cli_synth import synth
 from .config import World
@@ -46,7 +46,8 @@ def cli(ctx):
       python -m dsv4 COMMAND --help
 
     Settings that are not given as options may come from the environment: DSV4_BACKEND, DSV4_THREADS,
-    DSV4_MAX_CONTEXT, DSV4_MAX_SESSIONS, DSV4_CHUNK, DSV4_DEBUG, DSV4_EXPERT_CACHE, DSV4_PACKED.
+    DSV4_MAX_CONTEXT, DSV4_MAX_SESSIONS, DSV4_CHUNK, DSV4_DEBUG, DSV4_EXPERT_CACHE, DSV4_PACKED; DSV4_API_KEY (serve);
+    DSV4_INIT_TIMEOUT (how many seconds ranks wait for each other at the start).
 
     Started by mpirun, the processes run one model together.
     """
@@ -61,41 +62,27 @@ cli.add_command(gate)
 cli.add_command(pack)
 cli.add_command(plan)
 cli.add_command(serve)
-cli.add_command(pack)
 cli.add_command(synth)
 
 
 @cli.command()
 @prompt_options
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="End after this many new tokens.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, metavar="N", help="End after this many new tokens.")
+@draw_options
 @click.option(
-    "--temperature",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="0 always takes the most likely token; higher is more varied.",
-)
-@click.option("--top-k", type=int, default=0, show_default=True, help="Choose among the K most likely tokens; 0: all.")
-@click.option(
-    "--top-p",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Choose among the fewest tokens that together have this probability; 1: all.",
+    "--top-k", type=int, default=0, show_default=True, metavar="K", help="Choose among the K most likely tokens; 0: all."
 )
 @click.option(
     "--min-p",
     type=float,
     default=0.0,
     show_default=True,
+    metavar="P",
     help="Leave out tokens less likely than this times the most likely one; 0: none.",
-)
-@click.option(
-    "--seed", type=int, help="Makes sampling repeatable: same seed, same tokens. Default: a new one each run."
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (may be given several times).")
 @click.option(
-    "--stop-id", "stop_ids", multiple=True, type=int, metavar="ID", help="End at this token id (several times)."
+    "--stop-id", "stop_ids", multiple=True, type=int, metavar="ID", help="End at this token id (may be given several times)."
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end token.")
 @click.option(
@@ -176,9 +163,10 @@ def _record(result, load_s: float, experts: dict | None) -> dict:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--deep", is_flag=True, help="Also read all data and check every value (slow on a large checkpoint).")
 def inspect(directory, as_json, deep):
-    """Describe a checkpoint without running it: layers, experts, draft stages, bytes by kind, what fits where.
+    """Describe a checkpoint without running it.
 
-    Only the headers are read (without --deep), so it takes seconds on any size.
+    Layers, experts, draft stages, bytes by kind, what fits where. Only the headers are read (without --deep), so it
+    takes seconds on any size.
 
     \b
     Examples:
@@ -208,7 +196,9 @@ def inspect(directory, as_json, deep):
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON record, which `parity` can compare.")
 @engine_options
 def logits(model, prompt, prompt_file, tokens, topk, out, as_json, settings):
-    """What the model expects after every token of a prompt, as raw scores.
+    """Print what the model expects after every token of a prompt.
+
+    As logits: scores before they become probabilities.
 
     \b
     Examples:
@@ -245,9 +235,9 @@ def logits(model, prompt, prompt_file, tokens, topk, out, as_json, settings):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.pass_context
 def parity(ctx, a, b, margin, as_json):
-    """Compare two recordings made by `logits --topk K --json` (say, of two backends).
+    """Compare two recordings of `logits --json`.
 
-    Every position is argmax_agree (same best token), near_tie (another one, but A itself was nearly undecided) or
+    Say, of two backends or two engines. Every position is argmax_agree (same best token), near_tie (another one, but A itself was nearly undecided) or
     diverged. The exit status is 0 if nothing diverged, else 1. A recording may also hold one flat list of candidates,
     {"prompt": …, "topk": [{"token", "logit"}, …]}: then the last position alone is compared.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from .chat import EFFORTS
-from .cli_support import Bars, engine_options, load_engine, model_option
+from .cli_support import Bars, draw_options, engine_options, load_engine, model_option, spec_option
 
 
 @click.command()
@@ -16,16 +16,11 @@ from .cli_support import Bars, engine_options, load_engine, model_option
 @click.option("--load", type=click.Path(path_type=Path), metavar="FILE", help="Go on from a saved conversation.")
 @click.option("--think", is_flag=True, help="Reason before answering.")
 @click.option(
-    "--effort", type=click.Choice(list(EFFORTS)), default="low", show_default=True, help="How long to reason."
+    "--effort", type=click.Choice(list(EFFORTS)), default="low", show_default=True, help="How hard to reason, with --think."
 )
 @click.option("--max-tokens", type=int, metavar="N", help="Longest answer. Default: a quarter of the context.")
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 always takes the most likely token.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Choose among the fewest tokens that reach it.")
-@click.option("--seed", type=int, help="Makes sampling repeatable.")
-@click.option(
-    "--spec", type=click.Choice(["off", "always", "gate"]), default="gate", show_default=True,
-    help="Speculation: never, always the whole block, or as much as pays. Changes speed, never the tokens.",
-)  # fmt: skip
+@draw_options
+@spec_option
 @engine_options
 def chat(model, system, load, think, effort, max_tokens, spec, settings, **sampling):
     """Talk with a model in the terminal.
@@ -46,7 +41,7 @@ def chat(model, system, load, think, effort, max_tokens, spec, settings, **sampl
 
     terminal = is_terminal()
     read = open_reader(terminal)
-    SamplingParams(max_tokens=1 if max_tokens is None else max_tokens, **sampling)  # wrong ones are refused before the model is loaded
+    SamplingParams(max_tokens=1 if max_tokens is None else max_tokens, **sampling)  # refuses wrong ones before the load
     with Bars() as bars:
         engine, _ = load_engine(model, {**settings, "max_sessions": 1}, bars)
     params = SamplingParams(max_tokens=max(engine.max_context // 4, 1) if max_tokens is None else max_tokens, **sampling)

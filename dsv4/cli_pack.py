@@ -16,9 +16,9 @@ from .cli_support import Bars, say
 @click.option("--threads", type=click.IntRange(min=1), help="Threads that read. Default: OMP_NUM_THREADS, else all cores.")
 @click.option("--check", is_flag=True, help="Write nothing: compare all of DST with its checksums, and with SRC.")
 def pack(source, target, ranks, threads, check):
-    """Write the routed experts of checkpoint SRC to one file DST, each one's bytes in one run.
+    """Copy a checkpoint's routed experts into one file.
 
-    An expert is then read in one piece, and a rank's part of it too; in a checkpoint a rank's part of w2 is a few bytes
+    From checkpoint SRC to file DST, each one's bytes in one run. An expert is then read in one piece, and a rank's part of it too; in a checkpoint a rank's part of w2 is a few bytes
     of every row. SRC is still needed for everything else. Scales are checked on the way. DST appears whole or not at all.
 
     \b

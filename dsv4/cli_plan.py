@@ -8,6 +8,7 @@ import math
 import click
 
 from .cli_support import say
+from .config import CONTEXT, RunConfig
 
 MOST = 1e9  # GiB, GB/s: beyond any machine, and far from where sums overflow
 
@@ -33,15 +34,18 @@ def _numbers(*options: tuple[str, float, str]):
 
 @click.command()
 @click.option("--gpus", default="0", show_default=True, metavar="COUNTxGIB", help="GPUs and the memory of each: 4x22; 0: none.")
-@click.option("--pcie", type=int, default=4, show_default=True, metavar="GENERATION", help="The GPUs' PCIe.")
+@click.option("--pcie", type=int, default=4, show_default=True, metavar="GENERATION", help="PCIe generation of the GPUs, 3 to 6.")
 @click.option("--lanes", type=int, default=16, show_default=True, help="PCIe lanes to each GPU.")
 @_numbers(
     ("--ram", 256.0, "Host memory, GiB."),
     ("--bandwidth", 100.0, "What all cores together read of host memory, GB/s."),
     ("--gpu-bandwidth", 600.0, "What a GPU reads of its memory, GB/s."),
-    ("--disk", 3.0, "What is read of the disk, GB/s."),
+    ("--disk", 3.0, "What is read from the disk, GB/s."),
 )
-@click.option("--context", type=click.IntRange(min=1), default=32768, show_default=True, help="Positions of a session.")
+@click.option(
+    "--context", type=click.IntRange(min=1), metavar="N",
+    help=f"Positions of a session. Default: as many as the model can, up to {CONTEXT}.",
+)  # fmt: skip
 @click.option("--sessions", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Sessions that are open at once.")
 @click.option(
     "--acceptance", type=float, default=0.75, show_default=True,
@@ -54,9 +58,9 @@ def _numbers(*options: tuple[str, float, str]):
 @click.option("--experts", type=click.IntRange(1, 4096), metavar="N", help="Routed experts of a layer, if not the model's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers):
-    """Predict what a machine makes of a model: memory by part, tokens per second, what bounds them.
+    """Predict what a machine makes of a model.
 
-    From sizes and bandwidths alone, before anything is bought or loaded: a prediction, never a measurement. docs/hardware.md
+    Memory by part, tokens per second, what bounds them: from sizes and bandwidths alone, before anything is bought or loaded: a prediction, never a measurement. docs/hardware.md
     says what it assumes.
 
     \b
@@ -64,7 +68,6 @@ def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers
       python -m dsv4 plan --gpus 4x22 --ram 256 --pcie 3 --bandwidth 100
       python -m dsv4 plan --ram 192 --bandwidth 60 --context 100000 --json
     """
-    from .config import RunConfig
     from .errors import ConfigError
     from .planner import Machine, Sizes, parse_gpus, predict, render
     from .synth import Recipe, read_config
@@ -76,6 +79,7 @@ def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers
     machine = Machine(count, memory, **numbers)
     recipe = Recipe.of(read_config(model), experts=experts)
     limit = recipe.config.max_position_embeddings
+    context = min(limit, CONTEXT) if context is None else context
     if context > limit:
         raise ConfigError(f"plan: context: expected at most the model's {limit} positions, found {context}")
     sizes = Sizes.of(recipe.config, recipe.stages, max(1, count))

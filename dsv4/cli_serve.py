@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import click
 
-from .cli_support import Bars, FiniteRange, engine_options, load_engine, model_option, say
-from .config import API_KEY, World, environment
+from .cli_support import Bars, FiniteRange, engine_options, load_engine, model_option, say, spec_option
+from .config import API_KEY, RunConfig, World, environment
 from .errors import BackendError, ConfigError
 
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
@@ -22,7 +22,8 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0: a free one.")
 @click.option("--api-key", metavar="KEY", help="What clients must show. Better as DSV4_API_KEY: options can be seen by all.")
 @click.option("--name", metavar="NAME", help="The model's name for clients. Default: the directory's.")
-@click.option("--max-sessions", type=int, metavar="N", help="Answers that are made side by side (default 8).")
+@click.option("--max-sessions", type=int, metavar="N", 
+              help=f"Answers that are made side by side, {RunConfig.max_sessions} by default.")  # fmt: skip
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True, help="Requests that may wait.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="The most tokens of one answer. Default: the context.")
 @click.option("--max-body", type=click.IntRange(min=1), default=4096, show_default=True, help="KiB of one request.")
@@ -31,20 +32,19 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--prefix-cache", type=click.IntRange(min=0), default=256, show_default=True,
               help="MiB of state to keep, so that a prompt that begins like an earlier one starts there.")  # fmt: skip
 @click.option("--prefix-dir", type=click.Path(file_okay=False), metavar="DIR", help="Keep that state on disk, too.")
-@click.option("--spec", type=click.Choice(["off", "always", "gate"]), default="gate", show_default=True,
-              help="Speculation. Changes speed, never the tokens.")  # fmt: skip
+@spec_option
 @engine_options
 def serve(model, host, port, api_key, name, settings, max_sessions, **limits):
-    """Serve a model over HTTP as OpenAI's clients expect it, with a page to chat on.
+    """Serve a model over HTTP, as OpenAI's clients expect it.
 
-    It listens on this machine only, unless told otherwise. Ctrl-C ends it once the running answers are complete, and
-    again at once. Started by mpirun, rank 0 serves and the others compute with it.
+    With a page to chat on. It listens on this machine only, unless told otherwise. Ctrl-C ends it once the running answers are complete, and
+    at once when pressed again. Started by mpirun, rank 0 serves and the others compute with it.
 
     \b
     Examples:
       python -m dsv4 serve                                    then open http://127.0.0.1:8000
       DSV4_API_KEY=… python -m dsv4 serve --model DIR --host 0.0.0.0
-      curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json'
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
            -d '{"model": "nano", "messages": [{"role": "user", "content": "Hello"}]}'
     """
     key = _key(api_key)

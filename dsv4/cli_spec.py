@@ -9,20 +9,22 @@ from pathlib import Path
 
 import click
 
-from .cli_support import Bars, engine_options, load_engine, model_option, say
+from .cli_support import Bars, engine_options, load_engine, model_option, say, spec_option
 from .errors import InputError
+from .gate import GateSettings
 from .gate.records import RecordedRound, Recording, write_rounds
 
 GATE_OPTIONS = {
-    "margin_threshold": (float, "Draft nothing after a token whose logit led by less than this; 0: off."),
-    "margin": (float, "How many times the whole block's rate a shorter draft must reach to be preferred."),
-    "min_draft": (int, "Never verify fewer drafted tokens."),
-    "decay": (float, "Weight of what was learned, one round later."),
-    "draft_ms": (float, "Costs to start from (only their ratios matter): drafting a block,"),
-    "verify_base_ms": (float, "verifying, before the first drafted token,"),
-    "verify_slope_ms": (float, "and per drafted token,"),
-    "plain_ms": (float, "and decoding one token plainly."),
-}
+    "margin_threshold": (float, "X", "Draft nothing after a token whose logit led the second by less than this; 0: off."),
+    "margin": (float, "X", "Verify fewer tokens than were drafted where that promises so many times the speed of all."),
+    "min_draft": (int, "N", "Never verify fewer drafted tokens."),
+    "decay": (float, "X", "How much what was learned weighs one round later."),
+    "draft_ms": (float, "MS", "Time of drafting a block. The four times are where the gate starts from, before it has "
+                              "measured its own; only their ratios matter."),
+    "verify_base_ms": (float, "MS", "Time of verifying, without what each drafted token adds."),
+    "verify_slope_ms": (float, "MS", "What each drafted token adds to the time of verifying."),
+    "plain_ms": (float, "MS", "Time of decoding one token without a draft."),
+}  # fmt: skip
 
 
 def spec_options(command):
@@ -33,18 +35,15 @@ def spec_options(command):
         gate = {name: options.pop(f"gate_{name}") for name in GATE_OPTIONS}
         return command(*arguments, gate=gate, **options)
 
-    for name, (kind, text) in reversed(GATE_OPTIONS.items()):
+    for name, (kind, shown, text) in reversed(GATE_OPTIONS.items()):
         flag = "--gate-" + name.replace("_", "-")
-        variable = "DEEPSEEK_DSPARK_GATE_" + name.upper()
-        collect = click.option(flag, f"gate_{name}", type=kind, metavar="X", help=f"{text} (or {variable})")(collect)
+        default = f"Default: {getattr(GateSettings, name):g}, or DEEPSEEK_DSPARK_GATE_{name.upper()}."
+        collect = click.option(flag, f"gate_{name}", type=kind, metavar=shown, help=f"{text} {default}")(collect)
     collect = click.option(
         "--record-rounds", type=click.Path(path_type=Path), metavar="FILE",
         help="Write the rounds of this run, for `gate replay`. Record with --spec always.",
     )(collect)  # fmt: skip
-    return click.option(
-        "--spec", type=click.Choice(["off", "always", "gate"]), default="gate", show_default=True,
-        help="Speculation: never, always the whole block, or as much as pays. Changes speed, never the tokens.",
-    )(collect)  # fmt: skip
+    return spec_option(collect)
 
 
 class Recorder:
@@ -87,9 +86,9 @@ class Recorder:
 @engine_options
 @click.pass_context
 def determinism(ctx, model, max_tokens, as_json, settings):
-    """Show that speculation changes nothing: generate in several ways, compare every token and every logit's bits.
+    """Show that speculation changes nothing.
 
-    For prompts of four kinds: plain against plain, always against always, gated against always, always against plain.
+    Generates in several ways and compares every token and every logit's bits. For prompts of four kinds: plain against plain, always against always, gated against always, always against plain.
     The exit status is 0 if all are identical, else 1, and the first difference is printed.
 
     \b

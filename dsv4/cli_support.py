@@ -15,7 +15,7 @@ from typing import Callable
 
 import click
 
-from .config import World
+from .config import CONTEXT, RunConfig, World
 from .errors import BackendError, InputError
 from .sizes import parse_size
 
@@ -36,20 +36,27 @@ ENGINE_OPTIONS = (
         metavar="NAME",
         help="cpu: compiled kernels (default); cuda: an NVIDIA GPU; reference: plain NumPy, very slow.",
     ),
-    click.option("--threads", type=int, help="Threads to compute with. Default: OMP_NUM_THREADS, else all cores."),
-    click.option("--max-context", type=int, metavar="N", help="Longest prompt and answer together, in tokens."),
     click.option(
-        "--chunk", type=int, metavar="N", help="Tokens of a prompt that run at once. Changes speed, not results."
+        "--threads", type=int, metavar="N", help="Threads to compute with. Default: OMP_NUM_THREADS, else all cores there are."
+    ),
+    click.option(
+        "--max-context", type=int, metavar="N",
+        help=f"Longest prompt and answer together, in tokens. Default: as many as the model can, up to {CONTEXT}.",
+    ),
+    click.option(
+        "--chunk", type=int, metavar="N",
+        help=f"Tokens of a prompt that run at once, {RunConfig.chunk} by default. Changes speed and memory, not results.",
     ),
     click.option(
         "--expert-cache",
         callback=lambda ctx, param, text: None if text is None else parse_size("--expert-cache", text),
         metavar="SIZE",
-        help="Stage experts: keep so many bytes of them resident (2GiB, 500MB). Default: taken where the file is mapped.",
+        help="Hold no more than this of the experts where the model computes (2GiB, 500MB) and read the others when they "
+        "are needed. Default: no limit.",
     ),
     click.option("--packed", metavar="FILE", help="Take experts from this file, which `pack` made of the checkpoint."),
-    click.option("--debug", is_flag=True, default=None, help="Look for bad numbers after every layer (slower)."),
-)
+    click.option("--debug", is_flag=True, default=None, help="Name the first layer that gives NaN or infinity (slower)."),
+)  # fmt: skip
 
 
 def engine_options(command):
@@ -67,9 +74,29 @@ def engine_options(command):
 
 
 def model_option(command):
-    return click.option("--model", default="nano", show_default=True, metavar="DIR|nano", help="Checkpoint directory.")(
-        command
-    )
+    return click.option(
+        "--model", default="nano", show_default=True, metavar="DIR|nano", help="Checkpoint directory, or the embedded model."
+    )(command)
+
+
+def spec_option(command):
+    return click.option(
+        "--spec", type=click.Choice(["off", "always", "gate"]), default="gate", show_default=True,
+        help="Speculation: never, always the whole block, or as much as pays. Changes speed, never the tokens.",
+    )(command)  # fmt: skip
+
+
+def draw_options(command):
+    """--temperature, --top-p and --seed: what every command that samples has, by the names of SamplingParams."""
+    for option in (
+        click.option("--seed", type=int, metavar="N", help="Same seed, same tokens. Default: a new one each run."),
+        click.option("--top-p", type=float, default=1.0, show_default=True, metavar="P",
+                     help="Choose among the fewest tokens that together have this probability; 1: all."),
+        click.option("--temperature", type=float, default=1.0, show_default=True, metavar="X",
+                     help="0 always takes the most likely token; higher is more varied."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
 
 
 def prompt_options(command):

@@ -37,9 +37,9 @@ def _ratios(ctx, param, value: str | None) -> tuple[int, ...] | None:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--force", is_flag=True, help="Write over the checkpoint in DIR: its index and its shards go first.")
 def synth(directory, like, layers, experts, ratios, stages, seed, force):
-    """Write a random checkpoint in the real format, of any size: for measurements without the real weights.
+    """Write a random checkpoint in the real format.
 
-    Sizes of single matrices stay the model's; choose how many layers and experts there are. What it says is noise, and
+    Of any size, for measurements without the real weights. Sizes of single matrices stay the model's; choose how many layers and experts there are. What it says is noise, and
     there is no tokenizer: give token ids. Expect 3.5 GB for a layer with all experts, 2.1 GB for the vocabulary.
 
     \b

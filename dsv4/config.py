@@ -47,6 +47,7 @@ _ROPE_EXTRAS = {"rope_theta", "type", "rope_type", "partial_rotary_factor", "att
 _DRAFT_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+CONTEXT = 32768  # tokens of a session where the settings do not say
 INDEXED_RATIO = 4  # this ratio pools overlapping blocks and has an indexer (model.md §2.3, §2.4)
 
 
@@ -439,6 +440,7 @@ _ENVIRONMENT = {
     "DSV4_EXPERT_CACHE": ("expert_cache", parse_size),
     "DSV4_PACKED": ("packed", lambda name, text: text),
 }
+VARIABLES = (*_ENVIRONMENT, INIT_TIMEOUT, API_KEY)
 
 
 @dataclass(frozen=True)
@@ -472,10 +474,9 @@ class RunConfig:
         unknown = sorted(set(overrides) - settings)
         if unknown:
             raise ConfigError(f"run settings: expected {', '.join(sorted(settings))}; found {', '.join(unknown)}")
-        variables = (*_ENVIRONMENT, INIT_TIMEOUT, API_KEY)
-        unknown = [name for name in environment("DSV4_") if name not in variables]
+        unknown = [name for name in environment("DSV4_") if name not in VARIABLES]
         if unknown:
-            raise ConfigError(f"{unknown[0]}: unknown variable; expected one of {', '.join(variables)}")
+            raise ConfigError(f"{unknown[0]}: unknown variable; expected one of {', '.join(VARIABLES)}")
         init_timeout()
         values = {f: parse(name, os.environ[name]) for name, (f, parse) in _ENVIRONMENT.items() if name in os.environ}
         values.update({key: value for key, value in overrides.items() if value is not None})
@@ -484,10 +485,10 @@ class RunConfig:
         return cls(**values)
 
     def context(self, config: ModelConfig) -> int:
-        """Tokens a session may hold: max_context, else the model's limit or 32,768, whichever is less."""
+        """Tokens a session may hold: max_context, else the model's limit or CONTEXT, whichever is less."""
         limit = config.max_position_embeddings
         if self.max_context is None:
-            return min(limit, 32768)
+            return min(limit, CONTEXT)
         if self.max_context > limit:
             raise _expected("run settings", "max_context", f"at most the model's {limit} positions", self.max_context)
         return self.max_context

@@ -39,7 +39,7 @@ class Split:
             counts = [str(n) for n in COUNTS if n == 1 or max(divided(config, n)) == n]
             raise ConfigError(
                 f"ranks: expected one of {', '.join(counts)}; found {size}: the attention of this model is a sum of "
-                f"{config.attention_slices} slices and its experts of {config.moe_slices}; start fewer processes"
+                f"{config.attention_slices} slices and its experts of {config.moe_slices}"
             )
         return cls(
             rank,

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 import dsv4
 from dsv4.cli import _print_step, cli, main
 from dsv4.cli_support import Bars
+from dsv4.config import VARIABLES
 
 PROMPT = "Once upon a time"
 
@@ -264,6 +265,12 @@ def test_wrong_usage_is_refused(arguments):
 def test_every_command_explains_itself(command):
     result = CliRunner().invoke(cli, [command, "--help"])
     assert result.exit_code == 0 and "Example" in result.output and f"python -m dsv4 {command}" in result.output
+
+
+def test_the_overview_tells_every_command_and_setting():
+    text = CliRunner().invoke(cli, ["--help"]).output
+    assert "..." not in text.partition("Commands:")[2], "a summary that was cut"
+    assert all(name in text for name in VARIABLES)
 
 
 # ------------------------------------------------------------------------------------------------ as a process

@@ -160,6 +160,7 @@ def test_the_issues_own_command(capsys):
 
 
 def test_other_models(capsys):
+    assert json.loads(run(capsys, "--model", "nano", "--json")[1])["model"]["context"] == 8192  # no more than it can
     status, text, _ = run(capsys, "--model", "nano", "--context", "4096", "--json")
     assert status == 0 and json.loads(text)["model"]["bytes"] < 10e6
     assert run(capsys, "--model", "nano", "--context", "4096")[0] == 0

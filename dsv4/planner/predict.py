@@ -15,17 +15,18 @@ from bisect import bisect_right
 from dataclasses import replace
 from typing import Any
 
+from ..config import CONTEXT, RunConfig
 from ..errors import CapacityError
 from . import machine as facts
 from .machine import GIB, PCIE, Machine
 from .sizes import Sizes
 
-CHUNK = 512  # rows of a prefill forward: what rings keep head-room for
+CHUNK = RunConfig.chunk  # rows of a prefill forward: what rings keep head-room for
 MILLI = 1e3
 
 
 def predict(
-    machine: Machine, sizes: Sizes, *, context: int = 32768, sessions: int = 1, acceptance: float = 0.75
+    machine: Machine, sizes: Sizes, *, context: int = CONTEXT, sessions: int = 1, acceptance: float = 0.75
 ) -> dict[str, Any]:
     """The whole answer, of JSON types: machine, model, memory (bytes), milliseconds, tokens per second, bound, changes.
 
