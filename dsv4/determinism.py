@@ -7,6 +7,7 @@ from typing import Callable
 
 import numpy as np
 
+from .errors import InputError
 from .generate import prompt_tokens, settled, speculator
 from .sampling import SamplingParams
 
@@ -49,10 +50,15 @@ def difference(a: tuple[list[int], np.ndarray], b: tuple[list[int], np.ndarray])
 
 
 def matrix(engine, max_tokens: int, progress: Callable[[str, int, int], None] | None = None) -> dict:
-    """{identical, tokens, cells: [{prompt, pair, identical, difference}]} over PAIRS × prompts."""
-    cells = []
-    found = prompts(engine)
-    n = min(max_tokens, engine.max_context - max(map(len, found.values())))
+    """{identical, tokens, cells: [{prompt, pair, identical, difference}]} over PAIRS × prompts.
+
+    Raises InputError for a context that holds no token after the prompts.
+    """
+    cells, found = [], prompts(engine)
+    longest = max(map(len, found.values()))
+    if longest >= engine.max_context:
+        raise InputError(f"determinism: expected a context above {longest} positions, found {engine.max_context}")
+    n = min(max_tokens, engine.max_context - longest)
     for done, (kind, prompt) in enumerate(found.items(), 1):
         for pair in PAIRS:
             differs = difference(*(run(engine, prompt, spec, n) for spec in pair))
