@@ -48,7 +48,8 @@ _DRAFT_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_laye
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 CONTEXT = 32768  # tokens of a session where the settings do not say
-INDEXED_RATIO = 4  # this ratio pools overlapping blocks and has an indexer (model.md §2.3, §2.4)
+COUNTS = (1, 2, 4, 8)  # of equal slices that a sum over ranks may be cut into, and so of ranks
+INDEXED_RATIO = 4  # this ratio pools overlapping blocks and has an indexer
 
 
 @dataclass(frozen=True)
@@ -153,17 +154,22 @@ class ModelConfig:
     def attention_slices(self) -> int:
         """Into how many fixed slices wo_b's sum is cut: whole o_groups of whole 128-blocks, at most 8."""
         width = self.o_groups * self.o_lora_rank
-        return max(n for n in (1, 2, 4, 8) if n == 1 or (self.o_groups % n == 0 and width % (n * 128) == 0))
+        return max(n for n in COUNTS if n == 1 or (self.o_groups % n == 0 and width % (n * 128) == 0))
 
     @property
     def moe_slices(self) -> int:
         """Into how many fixed slices the experts' w2 sum is cut: whole 128-blocks, at most 8."""
-        return max(n for n in (1, 2, 4, 8) if n == 1 or self.moe_intermediate_size % (n * 128) == 0)
+        return max(n for n in COUNTS if n == 1 or self.moe_intermediate_size % (n * 128) == 0)
 
     @property
     def main_hidden_size(self) -> int:
         """Width of the row that the draft reads from the main model; 0 without a draft."""
         return len(self.dspark.target_layer_ids) * self.hidden_size if self.dspark else 0
+
+
+def pooled_blocks(ratio: int) -> int:
+    """Blocks of `ratio` positions that a compressed entry pools: its own, and in indexed layers the one before too."""
+    return 2 if ratio == INDEXED_RATIO else 1
 
 
 def _expected(where: str, key: str, expected: str, found: Any) -> ConfigError:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import Checkpoint
-from .config import INDEXED_RATIO, ModelConfig, RunConfig
+from .config import COUNTS, INDEXED_RATIO, ModelConfig, RunConfig
 from .plan import make_plan
-from .split import COUNTS, divided
+from .split import divided, parts_by_shard
 from .weights import ROUTED, Layout, check, check_values
 
 
@@ -108,10 +108,10 @@ def _parameters(config: ModelConfig, layout: Layout) -> dict[str, int]:
 def _rank(checkpoint: Checkpoint, config: ModelConfig, layout: Layout, ranks: int) -> dict[str, Any]:
     """Bytes that one of `ranks` ranks holds: what is always resident, and its share of the routed experts.
 
-    A part whose sum has fewer slices than ranks is whole on every rank (numerics.md §3).
+    A part whose sum has fewer slices than ranks is whole on every rank (docs/ranks.md).
     """
     attention, experts = divided(config, ranks)
-    parts = {"heads": attention, "o_groups": attention, "moe_inter": experts, "vocab": ranks, "replicated": 1}
+    parts = parts_by_shard(attention, experts, ranks)
     held = {"resident": 0, "draft_experts": 0, "experts": 0}
     for name, tensor in layout.tensors.items():
         size = checkpoint.info(name).nbytes

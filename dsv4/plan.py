@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from math import ceil, lcm
 from typing import Callable
 
-from .config import ModelConfig
+from .config import INDEXED_RATIO, ModelConfig, pooled_blocks
 from .errors import CapacityError
+from .formats import FP4_BLOCK, KEY_BLOCK
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ def page_positions(config: ModelConfig) -> int:
 def key_bytes(config: ModelConfig) -> int:
     """One stored key: e4m3 codes, a scale per 64, the rope part in bf16."""
     plain = config.head_dim - config.qk_rope_head_dim
-    return plain + plain // 64 + 2 * config.qk_rope_head_dim
+    return plain + plain // KEY_BLOCK + 2 * config.qk_rope_head_dim
 
 
 def index_key_bytes(config: ModelConfig) -> int:
     """One index key: e2m1 codes, a scale per 32."""
-    return config.index_head_dim // 2 + config.index_head_dim // 32
+    return config.index_head_dim // 2 + config.index_head_dim // FP4_BLOCK
 
 
 def make_plan(
@@ -80,7 +81,7 @@ def make_plan(
     """
     windows = rows = entries = index_keys = draft = 0
     if stages:
-        hidden = 4 * len(config.dspark.target_layer_ids) * config.hidden_size
+        hidden = 4 * config.main_hidden_size
         draft = (config.sliding_window + headroom) * (stages * key_bytes(config) + hidden)
         draft += config.dspark.block_size * key_bytes(config)
     paged = page_positions(config) * ceil(max_context / page_positions(config))
@@ -88,11 +89,11 @@ def make_plan(
         windows += (config.sliding_window + headroom) * key_bytes(config)
         if not ratio:
             continue
-        look_back, width = (2 * ratio, 2) if ratio == 4 else (ratio, 1)
-        dims = config.head_dim + (config.index_head_dim if ratio == 4 else 0)
-        rows += (look_back + headroom) * width * dims * 2 * 4
+        indexed, blocks = ratio == INDEXED_RATIO, pooled_blocks(ratio)
+        dims = blocks * (config.head_dim + (config.index_head_dim if indexed else 0))
+        rows += (blocks * ratio + headroom) * dims * 2 * 4  # value and gate, float32
         entries += paged // ratio * key_bytes(config)
-        index_keys += paged // ratio * index_key_bytes(config) if ratio == 4 else 0
+        index_keys += paged // ratio * index_key_bytes(config) if indexed else 0
     parts = (part * max_sessions for part in (windows, rows, entries, index_keys, draft))
     return MemoryPlan(weights, *parts, available, max_context, max_sessions, expert_cache, staging, step)
 

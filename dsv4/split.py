@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import ModelConfig
+from .config import COUNTS, ModelConfig
 from .errors import ConfigError
-
-COUNTS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,7 @@ class Split:
 
     def parts(self, shard: str) -> int:
         """Into how many parts a tensor of this shard (weights.TABLE) is cut."""
-        if shard in ("heads", "o_groups"):
-            return self.attention
-        return {"moe_inter": self.experts, "vocab": self.size, "replicated": 1}[shard]
+        return parts_by_shard(self.attention, self.experts, self.size)[shard]
 
     def share(self, length: int, shard: str) -> slice:
         """This rank's part of a dimension of `length`, in elements, or in blocks of them that one scale covers."""
@@ -67,6 +63,11 @@ class Split:
     def index(self, shape: tuple[int, ...], shard: str, axis: int) -> tuple[slice, ...]:
         """This rank's part of a tensor of `shape`, as an index."""
         return tuple(self.share(n, shard) if i == axis else slice(0, n) for i, n in enumerate(shape))
+
+
+def parts_by_shard(attention: int, experts: int, size: int) -> dict[str, int]:
+    """Split.parts of every shard, where attention and experts are cut over so many of `size` ranks."""
+    return {"heads": attention, "o_groups": attention, "moe_inter": experts, "vocab": size, "replicated": 1}
 
 
 def divided(config: ModelConfig, size: int) -> tuple[int, int]:

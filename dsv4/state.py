@@ -13,12 +13,13 @@ from typing import Any, Iterator, NamedTuple
 
 import numpy as np
 
-from .config import ModelConfig
+from .config import INDEXED_RATIO, ModelConfig, pooled_blocks
 from .errors import CapacityError, InputError, StateError
 from .ops import IndexCache, KeyCache, Ops, Ring
 from .plan import page_positions
 from .rows import Rows
 from .rope import rope_thetas
+
 
 @dataclass
 class LayerState:
@@ -61,9 +62,8 @@ class Pool:
         self.layers = [self._layer(ratio) for ratio in config.compress_ratios]
         self.stages = [self._layer(0) for _ in range(stages)]
         if stages:
-            dspark, width = config.dspark, len(config.dspark.target_layer_ids) * config.hidden_size
-            self.hidden = ops.zeros((slots * self.window_capacity, width), np.float32)
-            self.block = ops.key_cache(slots * dspark.block_size, config.head_dim, config.qk_rope_head_dim)
+            self.hidden = ops.zeros((slots * self.window_capacity, config.main_hidden_size), np.float32)
+            self.block = ops.key_cache(slots * config.dspark.block_size, config.head_dim, config.qk_rope_head_dim)
 
     def _layer(self, ratio: int) -> LayerState:
         c, ops = self.config, self.ops
@@ -72,19 +72,19 @@ class Pool:
             entries = self.pages.size * self.page_entries(ratio)
             state.ring = self._ring(ratio, c.head_dim)
             state.entries = ops.key_cache(entries, c.head_dim, c.qk_rope_head_dim)
-            if ratio == 4:
+            if ratio == INDEXED_RATIO:
                 state.index_ring = self._ring(ratio, c.index_head_dim)
                 state.index = ops.index_cache(entries, c.index_head_dim)
         return state
 
     def _ring(self, ratio: int, dim: int) -> Ring:
-        shape = (self.slots * self.ring_capacity(ratio), dim * (2 if ratio == 4 else 1))
+        shape = (self.slots * self.ring_capacity(ratio), dim * pooled_blocks(ratio))
         return Ring(self.ops.zeros(shape, np.float32), self.ops.zeros(shape, np.float32))
 
     # ------------------------------------------------------------------ places
     def look_back(self, ratio: int) -> int:
         """Positions, its own included, that an entry's last row pools over."""
-        return 2 * ratio if ratio == 4 else ratio
+        return ratio * pooled_blocks(ratio)
 
     def ring_capacity(self, ratio: int) -> int:
         return self.look_back(ratio) + self.headroom

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 import numpy as np
 
 from .checkpoint import Checkpoint
-from .config import INDEXED_RATIO, ModelConfig
+from .config import INDEXED_RATIO, ModelConfig, pooled_blocks
 from .errors import CheckpointError, ConfigError
 from .ops import Ops
 from .parameters import Attention, Block, Compressor, Draft, HyperConnection, Indexer, MoE, Weights
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     """One tensor, or pair of weight and scale, of the table.
 
     name: in the checkpoint, after the prefix of its layer and expert; fp8 and fp4 add .weight and .scale
-    field: where it goes in the dataclasses below
+    field: where it goes in the dataclasses of parameters.py
     form: stored format, and what becomes of it: matrix (of a linear), vector (float32) or table (kept as it is)
     shape: names in _dims; of an fp4 matrix, before two codes are packed in a byte
     shard: what ranks split it by. heads, o_groups, moe_inter, vocab: rows of wq_b, wo_a, w1, w3, head; columns of
@@ -143,7 +143,7 @@ class Layout:
 def _dims(config: ModelConfig, ratio: int = 0, experts: int = 0) -> dict[str, int]:
     """The sizes by the names that the table's shapes use."""
     c, m, d, heads = config, config.hc_mult, config.hidden_size, config.num_attention_heads
-    wide = 2 if ratio == INDEXED_RATIO else 1
+    wide = pooled_blocks(ratio)
     rank = c.dspark.markov_rank if c.dspark else 0
     return {
         "1": 1, "3": 3, "m": m, "d": d, "md": m * d, "mix": (2 + m) * m, "vocab": c.vocab_size,

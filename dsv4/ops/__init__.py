@@ -146,7 +146,7 @@ class Ops:
 
     # ------------------------------------------------------------------ hyper-connections (model.md §2.1)
     def hc_pre(self, h: Array, hc: Any) -> tuple[Array, Mix]:
-        """h [T, m, d] → u [T, d] = Σ_j pre_j h_j, and the mix. hc: weights.HyperConnection."""
+        """h [T, m, d] → u [T, d] = Σ_j pre_j h_j, and the mix. hc: parameters.HyperConnection."""
         raise NotImplementedError
 
     def hc_post(self, y: Array, h: Array, mix: Mix) -> Array:

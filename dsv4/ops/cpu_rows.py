@@ -142,6 +142,3 @@ class RowsMixin:
     # ------------------------------------------------------------------ results
     def has_nonfinite(self, x: np.ndarray) -> bool:
         return _cpu.has_nonfinite(self.team, x)
-
-    def to_host(self, x: np.ndarray) -> np.ndarray:
-        return x

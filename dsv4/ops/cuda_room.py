@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..config import INDEXED_RATIO
 from .cuda_dense import EXPERT_SCRATCH
 from .cuda_rows import SCRATCH, TILE
 
@@ -31,7 +32,7 @@ def _streams(c: ModelConfig) -> int:
 
 def _tables(c: ModelConfig, context: int) -> int:
     """Numbers a row that all layers share: places, angles, what a row is; and mixes of its streams."""
-    entries = sum(context // ratio for ratio in set(c.compress_ratios) if ratio and ratio != 4)
+    entries = sum(context // ratio for ratio in set(c.compress_ratios) if ratio and ratio != INDEXED_RATIO)
     return c.sliding_window + entries + 2 * c.qk_rope_head_dim + c.index_topk + c.hc_mult * (c.hc_mult + 2) + 32
 
 
@@ -43,7 +44,7 @@ def _queries(c: ModelConfig, split: Split) -> int:
 def _attention(c: ModelConfig, split: Split, rows: int, context: int) -> int:
     """Queries and what they found, beside the largest of: the scratch, the output packed, the output's projections."""
     found, low = split.heads * c.head_dim, split.groups * c.o_lora_rank
-    keys = c.sliding_window + max((context // r if r != 4 else c.index_topk for r in c.compress_ratios if r), default=0)
+    keys = c.sliding_window + max((context // r if r != INDEXED_RATIO else c.index_topk for r in c.compress_ratios if r), default=0)
     tiles, blocks = -(-keys // TILE), -(-split.heads // 16)
     row = blocks * (c.head_dim // 64 + 1) * 1024 + tiles * split.heads * (c.head_dim + 2) + keys
     slices = split.attention_slices if rows > FEW else 0
@@ -54,7 +55,7 @@ def _attention(c: ModelConfig, split: Split, rows: int, context: int) -> int:
 def _index(c: ModelConfig, split: Split, rows: int, context: int) -> int:
     """The indexer's queries before and after their rounding, and scores."""
     own = 2 * c.index_n_heads * c.index_head_dim + 4 * c.head_dim
-    return rows * (_queries(c, split) + own) + _some(rows, context // 4)
+    return rows * (_queries(c, split) + own) + _some(rows, context // INDEXED_RATIO)
 
 
 def _some(rows: int, row: int) -> int:
@@ -73,11 +74,11 @@ def _experts(c: ModelConfig, split: Split, rows: int) -> int:
 
 def _head(c: ModelConfig, split: Split, rows: int) -> int:
     """Logits of all rows, joined from all ranks, the main hidden; or a draft's, with those of one place and the next."""
-    block, targets = (c.dspark.block_size, len(c.dspark.target_layer_ids)) if c.dspark else (rows, 0)
-    more = c.vocab_size if split.size > 1 else 0
-    return rows * (_streams(c) + (2 + targets) * c.hidden_size + c.vocab_size) + max(rows * more, 3 * -(-rows // block) * c.vocab_size)
+    drafts = -(-rows // c.dspark.block_size) if c.dspark else 1
+    joined = rows if split.size > 1 else 0
+    row = _streams(c) + 2 * c.hidden_size + c.main_hidden_size + c.vocab_size
+    return rows * row + max(joined, 3 * drafts) * c.vocab_size
 
 
 def _prime(c: ModelConfig, rows: int) -> int:
-    targets = len(c.dspark.target_layer_ids) if c.dspark else 0
-    return rows * (2 * targets + 2) * c.hidden_size
+    return rows * 2 * (c.main_hidden_size + c.hidden_size)
