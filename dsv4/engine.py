@@ -71,10 +71,9 @@ class Engine:
     ) -> Engine:
         """Load a checkpoint directory, or the embedded "nano".
 
-        settings: fields of RunConfig (backend, threads, max_context, max_sessions, chunk, debug, expert_cache,
-        packed); what is not given
-        comes from the environment, then from the defaults. gate: fields of GateSettings, likewise.
-        progress(stage, done, total) while loading.
+        settings: fields of RunConfig (backend, threads, max_context, max_sessions, chunk, debug, expert_cache, packed);
+        what is not given comes from the environment, then from the defaults. gate: fields of GateSettings, likewise.
+        progress(stage, done, total) while loading, in bytes.
         Under mpirun every process calls this. Rank 0 gets the engine; in the others the call serves rank 0 until its
         engine is closed, and then raises SystemExit. comm: ranks that were started in some other way.
         Raises ConfigError, CheckpointError, CapacityError, BackendError.

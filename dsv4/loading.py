@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -43,27 +42,10 @@ def load_model(
     headroom = max(run.chunk, 1 + config.dspark.block_size) if stages else run.chunk
     ops = open_ops(run.backend, threads=run.threads, device=place)
     held = held_bytes(checkpoint, layout, split)
-    room = ops.room(held - (experts.left_out if experts else 0))
-    plan = _plan(
-        run,
-        config,
-        weights=held,
-        headroom=headroom,
-        available=psutil.virtual_memory().available // on_host if room is None else room,
-        stages=stages,
-        step=partial(_step_bytes, ops, experts, config, split, headroom),
-        **experts.planned if experts else {},
-    )
+    plan = _plan(run, config, ops, experts, split, on_host, weights=held, headroom=headroom, stages=stages)
     identity = checkpoint.identity
-    crew.agree(
-        version=__version__,
-        checkpoint=identity,
-        backend=run.backend,
-        max_context=plan.max_context,
-        max_sessions=run.max_sessions,
-        chunk=run.chunk,
-        debug=run.debug,
-    )
+    alike = {name: getattr(run, name) for name in ("backend", "max_sessions", "chunk", "debug")}
+    crew.agree(version=__version__, checkpoint=identity, max_context=plan.max_context, **alike)
     tokenizer = Tokenizer.load(directory, config)
     report = (lambda done, total: progress("load", done, total)) if progress else None
     store, make_bank = experts.open(ops, run.threads) if experts else (None, None)
@@ -81,17 +63,25 @@ def load_model(
             "crew": crew}  # fmt: skip
 
 
-def _step_bytes(ops: Ops, experts: Placement | None, config: ModelConfig, split: Split, rows: int, context: int) -> int:
-    """Of the arrays of a forward of so many rows at this context, where the backend has memory of its own."""
-    own = ops.step_bytes(config, split, rows, context)
-    return own + experts.step_bytes(config, split, rows) if own and experts else own
+def _plan(
+    run: RunConfig, config: ModelConfig, ops: Ops, experts: Placement | None, split: Split, on_host: int, *, weights: int,
+    headroom: int, stages: int,
+) -> MemoryPlan:  # fmt: skip
+    """The memory plan of this rank, one of `on_host` that share the host's memory.
 
-
-def _plan(run: RunConfig, config: ModelConfig, step: Callable[[int], int], **sizes: int) -> MemoryPlan:
-    """The memory plan; raises CapacityError where the state does not fit. step(max_context) → bytes of a step's arrays."""
+    weights: bytes; headroom: rows of a forward at most. Raises CapacityError where the state does not fit.
+    """
+    room = ops.room(weights - (experts.left_out if experts else 0))
+    available = psutil.virtual_memory().available // on_host if room is None else room
 
     def plan_for(context: int) -> MemoryPlan:
-        return make_plan(config, max_sessions=run.max_sessions, max_context=context, step=step(context), **sizes)
+        step = ops.step_bytes(config, split, headroom, context)
+        if step and experts:
+            step += experts.step_bytes(config, split, headroom)
+        return make_plan(
+            config, weights=weights, max_context=context, max_sessions=run.max_sessions, headroom=headroom,
+            available=available, stages=stages, step=step, **experts.planned if experts else {},
+        )  # fmt: skip
 
     plan = plan_for(run.context(config))
     check_plan(plan, plan_for)

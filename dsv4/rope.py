@@ -10,7 +10,7 @@ from .config import ModelConfig
 
 
 def correction_dims(config: ModelConfig) -> tuple[int, int]:
-    """YaRN's first and last dimension pair of the ramp (model.md §2.2)."""
+    """YaRN's first and last dimension pair of the ramp from the layers' own frequencies to those divided by `factor`."""
     yarn, dims, base = config.yarn, config.qk_rope_head_dim, config.compress_rope_theta
 
     def dim(beta: float) -> float:
@@ -23,8 +23,7 @@ def correction_dims(config: ModelConfig) -> tuple[int, int]:
 def rope_thetas(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     """Rotation per position and pair: (layers without compression, layers with), float32 [R/2] each.
 
-    Every step is rounded to float32, as numerics.md §5 orders them: from float64 the angles at position 100,000 would
-    be off by 1e-3.
+    Every step is rounded to float32: from float64 the angles at position 100,000 would be off by 1e-3.
     """
     f32 = np.float32
     pairs = np.arange(config.qk_rope_head_dim // 2)

@@ -11,7 +11,7 @@ from emulation.arrays import DeviceArray
 from emulation.launcher import EmulatedLauncher
 
 from dsv4.errors import BackendError
-from dsv4.weights import HyperConnection
+from dsv4.parameters import HyperConnection
 
 # For a test that asks for the fixture device_ops, or for one made of it, and means nothing on a GPU.
 only_emulated = pytest.mark.parametrize("device_ops", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True)

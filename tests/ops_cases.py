@@ -12,7 +12,7 @@ import numpy as np
 from dsv4 import formats
 from dsv4.ops import IndexCache, KeyCache, Ring
 from dsv4.ops.reference import ReferenceOps
-from dsv4.weights import HyperConnection
+from dsv4.parameters import HyperConnection
 
 DTYPES = {
     "F32": np.float32, "U8": np.uint8, "I8": np.uint8, "I32": np.int32, "I64": np.int64,

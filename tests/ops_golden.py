@@ -12,7 +12,7 @@ from dsv4 import formats
 from dsv4.config import Yarn
 from dsv4.ops import KeyCache, Mix, Ring, Rope
 from dsv4.rope import rope_thetas
-from dsv4.weights import HyperConnection
+from dsv4.parameters import HyperConnection
 
 CLOSE = 1e-6  # rel_l2 of float results
 

@@ -15,9 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Data flows one way; a module may import those before it only.
 ORDER = [
-    "errors", "files", "sizes", "sampling", "config", "rope", "checkpoint", "formats", "ops", "split", "parameters", "weights", "experts", "watch", "comm", "rows", "plan", "snapshot",
-    "state", "crew", "step", "model", "dspark", "gate", "speculate", "session", "tokenizer", "chat", "loading", "generate", "engine", "prefix", "scheduling", "scheduler", "ranks", "inspection", "parity", "logits", "determinism", "server",
-    "cli_support", "cli_spec", "terminal", "terminal_screen", "cli_chat", "synth", "planner", "cli_plan", "bench", "cli_gate", "cli_pack", "cli_serve", "cli_synth", "cli",
+    "errors", "files", "sizes", "sampling", "config", "rope", "checkpoint", "formats", "ops", "split", "parameters", "weights",
+    "experts", "watch", "comm", "rows", "plan", "snapshot", "state", "crew", "step", "model", "dspark", "gate", "speculate",
+    "session", "tokenizer", "chat", "loading", "generate", "engine", "prefix", "scheduling", "scheduler", "ranks",
+    "inspection", "parity", "logits", "determinism", "server", "cli_support", "cli_spec", "terminal", "terminal_screen",
+    "cli_chat", "synth", "planner", "cli_plan", "bench", "cli_gate", "cli_pack", "cli_serve", "cli_synth", "cli",
 ]  # fmt: skip
 
 
@@ -60,7 +62,7 @@ def test_no_framework_and_no_device_library_outside_its_place():
         tops = {name.split(".")[0] for name in imports(path, typing_too=True)}
         assert not tops & {"torch", "jax", "tensorflow"}, path
         if "cupy" in tops:
-            assert path.relative_to(PACKAGE).as_posix() in ("ops/cuda.py", "ops/kernels.py", "comm.py"), path
+            assert path.relative_to(PACKAGE).as_posix() in ("ops/kernels.py", "comm.py"), path
         if "_cpu" in {part for name in imports(path) for part in name.split(".")}:
             assert path.parent.name == "ops", path
 
@@ -92,7 +94,7 @@ def test_functions_stay_short():
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                assert node.end_lineno - node.lineno < 60, (path, node.name)
+                assert node.end_lineno - node.lineno < 50, (path, node.name)
 
 
 def test_no_flags_that_break_bits():

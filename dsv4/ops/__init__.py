@@ -144,7 +144,7 @@ class Ops:
         """
         raise NotImplementedError
 
-    # ------------------------------------------------------------------ hyper-connections (model.md §2.1)
+    # ------------------------------------------------------------------ hyper-connections
     def hc_pre(self, h: Array, hc: Any) -> tuple[Array, Mix]:
         """h [T, m, d] → u [T, d] = Σ_j pre_j h_j, and the mix. hc: parameters.HyperConnection."""
         raise NotImplementedError
@@ -166,7 +166,7 @@ class Ops:
         """h [T, m, d] → mean over the m streams [T, d]."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------ attention (§2.2)
+    # ------------------------------------------------------------------ attention
     def rope_angles(self, positions: Array, theta: Array) -> Rope:
         """positions int32 [n], theta float32 [R/2] → cos, sin of fl32(position · theta)."""
         raise NotImplementedError
@@ -205,7 +205,7 @@ class Ops:
         """o [T, groups · K], w [groups · r, K] → [T, groups · r]: group g's rows of w times group g's slice of o."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------ compressor (§2.3)
+    # ------------------------------------------------------------------ compressor
     def compress_store(self, kv: Array, gate: Array, ape: Array, positions: Array, ring: Ring, where: Array) -> None:
         """ring.kv[where] = kv;  ring.gate[where] = gate + ape[position mod ratio]. kv, gate [T, c·D]; ape [ratio, c·D]."""
         raise NotImplementedError
@@ -219,7 +219,7 @@ class Ops:
         """
         raise NotImplementedError
 
-    # ------------------------------------------------------------------ indexer (§2.4)
+    # ------------------------------------------------------------------ indexer
     def index_query(self, q: Array, rope: Rope) -> Array:
         """q [T, Hi, Di] → rotated, Hadamard (Sylvester order, · Di^−½), rounded to e2m1 per 32 and decoded."""
         raise NotImplementedError
@@ -259,8 +259,10 @@ class Ops:
         """int32 [T, n]: the cache places of entries 0 .. visible[t] − 1 (see entry_places), then −1. visible int32 [T], ≤ n."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------ experts (§2.5)
-    def gate(self, x: Array, w: Any, bias: Array | None, fixed: Array | None, tokens: Array, k: int, scale: float) -> tuple[Array, Array]:
+    # ------------------------------------------------------------------ experts
+    def gate(
+        self, x: Array, w: Any, bias: Array | None, fixed: Array | None, tokens: Array, k: int, scale: float
+    ) -> tuple[Array, Array]:
         """Routing: x [T, d] → ids int32 [T, k] ascending, weights [T, k].
 
         score = sqrt(softplus(w x)); ids = fixed[token] (int64 [vocab, k]) when given, else the k largest score + bias
