@@ -237,9 +237,9 @@ def logits(model, prompt, prompt_file, tokens, topk, out, as_json, settings):
 def parity(ctx, a, b, margin, as_json):
     """Compare two recordings of `logits --json`.
 
-    Say, of two backends or two engines. Every position is argmax_agree (same best token), near_tie (another one, but A itself was nearly undecided) or
-    diverged. The exit status is 0 if nothing diverged, else 1. A recording may also hold one flat list of candidates,
-    {"prompt": …, "topk": [{"token", "logit"}, …]}: then the last position alone is compared.
+    Say, of two backends or two engines. Every position is argmax_agree (same best token), near_tie (another one, but A
+    itself was nearly undecided) or diverged. The exit status is 0 if nothing diverged, else 1. A recording may also hold
+    one flat list of candidates, {"prompt": …, "topk": [{"token", "logit"}, …]}: then the last position alone is compared.
 
     \b
     Example:

@@ -18,8 +18,9 @@ from .cli_support import Bars, say
 def pack(source, target, ranks, threads, check):
     """Copy a checkpoint's routed experts into one file.
 
-    From checkpoint SRC to file DST, each one's bytes in one run. An expert is then read in one piece, and a rank's part of it too; in a checkpoint a rank's part of w2 is a few bytes
-    of every row. SRC is still needed for everything else. Scales are checked on the way. DST appears whole or not at all.
+    From checkpoint SRC to file DST, each one's bytes in one run. An expert is then read in one piece, and a rank's part
+    of it too; in a checkpoint a rank's part of w2 is a few bytes of every row. SRC is still needed for everything else.
+    Scales are checked on the way. DST appears whole or not at all.
 
     \b
     Examples:

@@ -60,8 +60,8 @@ def _numbers(*options: tuple[str, float, str]):
 def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers):
     """Predict what a machine makes of a model.
 
-    Memory by part, tokens per second, what bounds them: from sizes and bandwidths alone, before anything is bought or loaded: a prediction, never a measurement. docs/hardware.md
-    says what it assumes.
+    Memory by part, tokens per second, what bounds them: from sizes and bandwidths alone, before anything is bought or
+    loaded. A prediction, never a measurement; docs/hardware.md says what it assumes.
 
     \b
     Examples:

@@ -12,6 +12,7 @@ import click
 from .cli_support import Bars, FiniteRange, engine_options, load_engine, model_option, say, spec_option
 from .config import API_KEY, RunConfig, World, environment
 from .errors import BackendError, ConfigError
+from .server.limits import Limits
 
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
@@ -22,13 +23,16 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0: a free one.")
 @click.option("--api-key", metavar="KEY", help="What clients must show. Better as DSV4_API_KEY: options can be seen by all.")
 @click.option("--name", metavar="NAME", help="The model's name for clients. Default: the directory's.")
-@click.option("--max-sessions", type=int, metavar="N", 
+@click.option("--max-sessions", type=int, metavar="N",
               help=f"Answers that are made side by side, {RunConfig.max_sessions} by default.")  # fmt: skip
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True, help="Requests that may wait.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="The most tokens of one answer. Default: the context.")
-@click.option("--max-body", type=click.IntRange(min=1), default=4096, show_default=True, help="KiB of one request.")
-@click.option("--timeout", type=FiniteRange(min=1), default=600, show_default=True, help="Seconds for one answer.")
-@click.option("--drain", type=FiniteRange(min=0), default=30, show_default=True, help="Seconds to finish at the end.")
+@click.option("--max-body", type=click.IntRange(min=1), default=Limits.max_body >> 10, show_default=True,
+              help="KiB of one request.")  # fmt: skip
+@click.option("--timeout", type=FiniteRange(min=1), default=Limits.request_s, show_default=True,
+              help="Seconds for one answer.")  # fmt: skip
+@click.option("--drain", type=FiniteRange(min=0), default=Limits.drain_s, show_default=True,
+              help="Seconds that running answers have to end in when the server is told to.")  # fmt: skip
 @click.option("--prefix-cache", type=click.IntRange(min=0), default=256, show_default=True,
               help="MiB of state to keep, so that a prompt that begins like an earlier one starts there.")  # fmt: skip
 @click.option("--prefix-dir", type=click.Path(file_okay=False), metavar="DIR", help="Keep that state on disk, too.")
@@ -37,8 +41,8 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client")
 def serve(model, host, port, api_key, name, settings, max_sessions, **limits):
     """Serve a model over HTTP, as OpenAI's clients expect it.
 
-    With a page to chat on. It listens on this machine only, unless told otherwise. Ctrl-C ends it once the running answers are complete, and
-    at once when pressed again. Started by mpirun, rank 0 serves and the others compute with it.
+    With a page to chat on. It listens on this machine only, unless told otherwise. Ctrl-C ends it once the running
+    answers are complete, and at once when pressed again. Started by mpirun, rank 0 serves and the others compute with it.
 
     \b
     Examples:
@@ -82,7 +86,6 @@ def _serve(engine, name: str, host: str, listener: socket.socket, key: str | Non
     from .scheduler import Scheduler
     from .server.app import Service, make_app
     from .server.guard import LOOPBACK, Guard
-    from .server.limits import Limits
     from .server.serving import serve
 
     local = host in LOOPBACK

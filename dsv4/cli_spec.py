@@ -88,8 +88,9 @@ class Recorder:
 def determinism(ctx, model, max_tokens, as_json, settings):
     """Show that speculation changes nothing.
 
-    Generates in several ways and compares every token and every logit's bits. For prompts of four kinds: plain against plain, always against always, gated against always, always against plain.
-    The exit status is 0 if all are identical, else 1, and the first difference is printed.
+    Generates in several ways and compares every token and every logit's bits. For prompts of four kinds: plain against
+    plain, always against always, gated against always, always against plain. The exit status is 0 if all are
+    identical, else 1, and the first difference is printed.
 
     \b
     Example:

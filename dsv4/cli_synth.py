@@ -39,8 +39,9 @@ def _ratios(ctx, param, value: str | None) -> tuple[int, ...] | None:
 def synth(directory, like, layers, experts, ratios, stages, seed, force):
     """Write a random checkpoint in the real format.
 
-    Of any size, for measurements without the real weights. Sizes of single matrices stay the model's; choose how many layers and experts there are. What it says is noise, and
-    there is no tokenizer: give token ids. Expect 3.5 GB for a layer with all experts, 2.1 GB for the vocabulary.
+    Of any size, for measurements without the real weights. Sizes of single matrices stay the model's; choose how many
+    layers and experts there are. What it says is noise, and there is no tokenizer: give token ids. Expect 3.5 GB for a
+    layer with all experts, 2.1 GB for the vocabulary.
 
     \b
     Examples:

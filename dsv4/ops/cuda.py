@@ -2,7 +2,8 @@
 
 Each family of ops has its module: cuda_dense.py (matrices and experts), cuda_rows.py (attention, compressor, indexer),
 cuda_places.py (where keys lie), cuda_norm.py (norms, hyper-connections, quantiser). What is here: memory; how much a
-forward takes is said in cuda_room.py. Nothing waits for the device but to_host and has_nonfinite. Every sum has a fixed order, so a row's bits do not depend on the number of rows.
+forward takes is said in cuda_room.py. Nothing waits for the device but to_host and has_nonfinite. Every sum has a fixed
+order, so a row's bits do not depend on the number of rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The CUDA backend's attention side: rotation, stored keys, sparse attention, compressor and indexer.
 
-Each method launches kernels of cuda/keys.cu, attention.cu, compressor.cu and indexer.cu; what they compute is said in Ops. Places
-are worked out by the index functions of cuda_places.py. How work is cut over blocks depends on the number of rows and on the card's size; no bit of a row does.
+Each method launches kernels of cuda/keys.cu, attention.cu, compressor.cu and indexer.cu; what they compute is said in
+Ops. Places are worked out by the index functions of cuda_places.py. How work is cut over blocks depends on the number of
+rows and on the card's size; no bit of a row does.
 """
 
 from __future__ import annotations

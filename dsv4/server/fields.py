@@ -68,7 +68,7 @@ class Fields:
             expected, holds = one_of(*values)
             value = self._left.pop(name, None)
             if value is not None and not holds(value):
-                raise wrong(self.path(name), f"{expected} (nothing else is supported)" if values else "it absent", value)
+                raise wrong(self.path(name), f"{expected} (nothing else is supported)", value)
 
     def without(self, names: Iterable[str]) -> None:
         """Fields that are known and not supported."""

@@ -1,4 +1,4 @@
-"""Limits: what one server allows, and how it is reached."""
+"""Limits: what one server allows."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from .asked import Asked
 
 
 class Reply:
-    """What has come and not yet been handed out. kind: "text" or "chat" decides the form.
+    """What has come and not yet been handed out, in the form of completions.
 
-    push() takes a step; choice() hands out what came since the last call, for a chunk or, called once at the end, for a
-    whole answer. finish_reason is set with the last step.
+    push() takes a step; chunk() hands out what came since the last call, whole(), called once at the end, all of it.
+    finish_reason is set with the last step.
     """
 
     object_whole = object_chunk = "text_completion"
