@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,39 @@ class CUDARuntimeError(RuntimeError):
 
 class OutOfMemoryError(MemoryError):
     pass
+
+
+@dataclass
+class Card:
+    """What the device is, and all that was asked of it. no_device, broken: texts of the errors that counting the devices,
+    and waiting for one, raise."""
+
+    driver: int = 12080
+    built: int = 12090
+    devices: int = 1
+    capability: str = "90"
+    memory: int = 1 << 30
+    no_device: str | None = None
+    broken: str | None = None
+    calls: list = field(default_factory=list)
+    allocators: list = field(default_factory=list)
+
+    def count(self):
+        if self.no_device:
+            raise CUDARuntimeError(self.no_device)
+        return self.devices
+
+    def module(self, path):
+        assert Path(path).read_bytes()[:4] == b"\x7fELF"
+        self.calls.append(("module", Path(path).name))
+        return SimpleNamespace(get_function=lambda name: FakeFunction(self.calls, name))
+
+    def array(self, host, order):
+        assert order == "C" and self.allocators, "expected the launcher's allocator"
+        out = FakeArray(self, host.shape, host.dtype, self.allocators[-1](max(1, host.nbytes)))
+        out.set(host)
+        self.calls.append(("array", host.nbytes))
+        return out
 
 
 class FakeFunction:
@@ -35,6 +70,11 @@ class FakeEvent:
         self.calls.append(("synchronize",))
 
 
+def elapsed(start: FakeEvent, end: FakeEvent) -> float:
+    assert start.timed and end.timed, "an event made without timing has no time"
+    return 250.0
+
+
 class FakeStream:
     def __init__(self, calls: list, name: str):
         self.calls, self.name, self.ptr = calls, name, 7
@@ -43,100 +83,85 @@ class FakeStream:
         self.calls.append(("wait", self.name))
 
 
-def fake_cupy(
-    *, driver=12080, built=12090, devices=1, capability="90", memory=1 << 30, no_device=None, broken=None
-) -> tuple[SimpleNamespace, list]:
-    """The module, and the list of calls. no_device, broken: texts of the errors that counting the devices, and waiting for one,
-    raise."""
-    calls: list = []
-    allocators: list = []
-    compute = FakeStream(calls, "compute")
+class FakeDevice:
+    def __init__(self, card: Card, index: int):
+        self.calls, self.id, self.compute_capability = card.calls, index, card.capability
 
-    def count():
-        if no_device:
-            raise CUDARuntimeError(no_device)
-        return devices
+    def use(self):
+        self.calls.append(("use", self.id))
 
-    class Device:
-        def __init__(self, index):
-            self.id, self.compute_capability = index, capability
+    def __enter__(self):
+        self.calls.append(("enter", self.id))
 
-        def use(self):
-            calls.append(("use", self.id))
+    def __exit__(self, *_):
+        pass
 
-        def __enter__(self):
-            calls.append(("enter", self.id))
 
-        def __exit__(self, *_):
-            pass
+class FakePool:
+    def __init__(self, card: Card):
+        self.card = card
 
-    class Pool:
-        used = 0
+    def malloc(self, nbytes):
+        if nbytes > self.card.memory:
+            raise OutOfMemoryError(f"Out of memory allocating {nbytes} bytes")
+        self.card.calls.append(("malloc", nbytes))
+        return FakePointer(self.card.calls, np.full(nbytes, 0xFF, np.uint8))
 
-        def malloc(self, nbytes):
-            if nbytes > memory:
-                raise OutOfMemoryError(f"Out of memory allocating {nbytes} bytes")
-            calls.append(("malloc", nbytes))
-            return Pointer(np.full(nbytes, 0xFF, np.uint8))
+    def free_bytes(self):
+        return 1000
 
-        def free_bytes(self):
-            return 1000
 
-    class Pointer:
-        def __init__(self, host):
-            self.host, self.ptr = host, host.ctypes.data
+class FakePointer:
+    def __init__(self, calls: list, host: np.ndarray):
+        self.calls, self.host, self.ptr = calls, host, host.ctypes.data
 
-        def memset_async(self, value, nbytes):
-            self.host[:nbytes] = value
+    def memset_async(self, value, nbytes):
+        self.host[:nbytes] = value
 
-        def copy_from_host_async(self, address, nbytes, stream):
-            calls.append(("copy", nbytes, stream.name))
+    def copy_from_host_async(self, address, nbytes, stream):
+        self.calls.append(("copy", nbytes, stream.name))
 
-        def copy_from_device_async(self, source, nbytes, stream):
-            assert source.host.nbytes >= nbytes
-            calls.append(("duplicate", nbytes, stream.name))
+    def copy_from_device_async(self, source, nbytes, stream):
+        assert source.host.nbytes >= nbytes
+        self.calls.append(("duplicate", nbytes, stream.name))
 
-    class Array:
-        def __init__(self, shape, dtype, memptr):
-            self.host = memptr.host[: int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
-            self.data, self.dtype, self.shape = memptr, np.dtype(dtype), self.host.shape
-            self.flags, self.nbytes, self.strides = SimpleNamespace(c_contiguous=True), self.host.nbytes, self.host.strides
 
-        def set(self, array):
-            calls.append(("set", array.nbytes))
-            self.host[...] = array
+class FakeArray:
+    def __init__(self, card: Card, shape, dtype, memptr: FakePointer):
+        self.card = card
+        self.host = memptr.host[: int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+        self.data, self.dtype, self.shape = memptr, np.dtype(dtype), self.host.shape
+        self.flags, self.nbytes, self.strides = SimpleNamespace(c_contiguous=True), self.host.nbytes, self.host.strides
 
-        def get(self):
-            calls.append(("get",))
-            if broken:
-                raise CUDARuntimeError(broken)
-            return self.host.copy()
+    def set(self, array):
+        self.card.calls.append(("set", array.nbytes))
+        self.host[...] = array
 
-    def array(host, order):
-        assert order == "C" and allocators, "expected the launcher's allocator"
-        out = Array(host.shape, host.dtype, allocators[-1](max(1, host.nbytes)))
-        out.set(host)
-        calls.append(("array", host.nbytes))
-        return out
+    def get(self):
+        self.card.calls.append(("get",))
+        if self.card.broken:
+            raise CUDARuntimeError(self.card.broken)
+        return self.host.copy()
 
-    def module(path):
-        assert Path(path).read_bytes()[:4] == b"\x7fELF"
-        calls.append(("module", Path(path).name))
-        return SimpleNamespace(get_function=lambda name: FakeFunction(calls, name))
 
-    def elapsed(start, end):
-        assert start.timed and end.timed, "an event made without timing has no time"
-        return 250.0
-
+def fake_cupy(**facts) -> tuple[SimpleNamespace, list]:
+    """The module of a card with these facts (fields of Card), and the list of calls."""
+    card = Card(**facts)
+    calls, memory, compute = card.calls, card.memory, FakeStream(card.calls, "compute")
     runtime = SimpleNamespace(
-        getDeviceProperties=lambda index: {"name": b"Card", "totalGlobalMem": memory},
-        driverGetVersion=lambda: driver, runtimeGetVersion=lambda: built, getDeviceCount=count,
+        getDeviceProperties=lambda index: {"name": b"Card", "totalGlobalMem": memory}, getDeviceCount=card.count,
+        driverGetVersion=lambda: card.driver, runtimeGetVersion=lambda: card.built,
         memGetInfo=lambda: (memory // 2, memory), CUDARuntimeError=CUDARuntimeError,
     )  # fmt: skip
     cuda = SimpleNamespace(
-        runtime=runtime, Device=Device, MemoryPool=Pool, Stream=lambda non_blocking: FakeStream(calls, "copies"),
-        Event=lambda disable_timing=False: FakeEvent(calls, disable_timing), get_current_stream=lambda: compute, get_elapsed_time=elapsed,
-        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
-        alloc_pinned_memory=lambda nbytes: bytearray(nbytes), set_allocator=allocators.append,
+        runtime=runtime, Device=partial(FakeDevice, card), MemoryPool=partial(FakePool, card),
+        Stream=lambda non_blocking: FakeStream(calls, "copies"),
+        Event=lambda disable_timing=False: FakeEvent(calls, disable_timing), get_elapsed_time=elapsed,
+        get_current_stream=lambda: compute, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        alloc_pinned_memory=lambda nbytes: bytearray(nbytes), set_allocator=card.allocators.append,
     )  # fmt: skip
-    return SimpleNamespace(cuda=cuda, ndarray=Array, array=array, RawModule=module, matmul=lambda a, b: ("product", a, b)), calls
+    module = SimpleNamespace(
+        cuda=cuda, ndarray=partial(FakeArray, card), array=card.array, RawModule=card.module,
+        matmul=lambda a, b: ("product", a, b),
+    )  # fmt: skip
+    return module, calls

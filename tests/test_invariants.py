@@ -16,7 +16,7 @@ ROWS = 130
 
 
 def tokens_for(engine, n, seed=0):
-    """n token ids; on nano they begin with real text."""
+    """n random token ids, int32."""
     ids = np.random.default_rng(seed).integers(0, engine.config.vocab_size, n)
     return ids.astype(np.int32)
 

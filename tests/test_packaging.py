@@ -126,6 +126,7 @@ def test_wheel_from_the_source_archive(unpacked, tmp_path):
         archive.extractall(tmp_path / "site")
     assert expected_files() <= names
     assert [n for n in names if n.startswith("dsv4/_cpu.") and n.endswith(".so")]
+    assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
     extra = {n for n in names if "dist-info" not in n and not n.endswith(".so")} - expected_files()
     assert not extra, "neither sources nor tests belong in a wheel"
     code = "import dsv4; from dsv4.ops.cpu import CpuOps; CpuOps(2); print(dsv4.__path__[0])"
