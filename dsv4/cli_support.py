@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Callable
 
 import click
@@ -197,6 +198,14 @@ def _overheard(world: World, words: io.StringIO):
 def say(text: str, end: str = "\n") -> None:
     """Print to standard output, now."""
     print(text, end=end, flush=True)
+
+
+def console():
+    """A rich console for tables. Without colours: mpirun gives a rank's output a terminal of its own, so that nothing here
+    tells whether a person or a file is behind it. 120 columns wide where no terminal says how many it has."""
+    from rich.console import Console
+
+    return Console(color_system=None, markup=False, emoji=False, width=get_terminal_size((120, 25)).columns)
 
 
 def printable(text: str) -> str:

@@ -5,13 +5,17 @@ import math
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from rich.table import Table
 
 from dsv4 import _cpu
 from dsv4.bench import layers as module
 from dsv4.bench import machine, timing
+from dsv4.bench.cli import bench
 from dsv4.bench.experts import experts, indexer
 from dsv4.bench.layers import Bench, layers, prefill
 from dsv4.cli import main
+from dsv4.cli_support import console
 from dsv4.errors import InputError
 from dsv4.ops import open_ops
 from dsv4.ops.cpu import CpuOps
@@ -146,3 +150,34 @@ def test_commands(command, capsys):
     assert main(options) == 0
     assert "GB/s" in capsys.readouterr().out
     assert main(["bench", command, "--threads", "0"]) == 2
+
+
+def test_tables_are_plain_text(capsys, monkeypatch):
+    """Even where output looks like a terminal, as a rank's under mpirun does; names in brackets are no markup."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    out = console()
+    out.print("model[dim] 3.5", Table("a", title="b"))
+    assert out.width == 200 and capsys.readouterr().out.startswith("model[dim] 3.5")
+    assert main(["bench", "experts", "--like", "nano", "--experts", "12", "--threads", "1", "--repeats", "1"]) == 0
+    assert "GB/s" in (text := capsys.readouterr().out) and "\x1b" not in text
+
+
+def test_a_busy_machine_is_named(monkeypatch, capsys):
+    options = ["bench", "experts", "--like", "nano", "--experts", "12", "--threads", "1", "--repeats", "1"]
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    for load, words in ((2.0, ""), (2.6, "this machine is busy (load average 2.6, 2 cores)")):
+        monkeypatch.setattr(machine.os, "getloadavg", lambda load=load: (load, 9.0, 9.0), raising=False)
+        assert main([*options, "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out) and words in err and bool(words) == bool(err)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")  # rank 0 has said it
+    done = CliRunner().invoke(bench, [*options[1:], "--json"])
+    assert done.exit_code == 0 and done.stderr == "" and machine.busy()
+
+    def unknown():
+        raise OSError
+
+    monkeypatch.setattr(machine.os, "getloadavg", unknown)
+    assert machine.busy() is None

@@ -53,6 +53,14 @@ def test_the_command_line_gives_the_same_tokens(checkpoint_dir):
         assert all(record["speculation"]["drafted"] > 0 for record in records)
 
 
+def test_a_table_has_no_colours(checkpoint_dir):
+    """mpirun gives a rank's standard output a terminal of its own, though what it writes goes into a pipe here."""
+    run = mpirun((2, "-m", "dsv4", "bench", "--model", checkpoint_dir("tiny-tp"), "--contexts", "16", "--repeats", "1", "--steps", "2"),
+                 TERM="xterm")  # fmt: skip
+    assert run.returncode == 0 and "decode tok/s" in run.stdout and "2 ranks; rank 0 holds" in run.stdout
+    assert "\x1b" not in run.stdout + run.stderr
+
+
 def test_logits_have_the_same_bits(checkpoint_dir, tmp_path):
     for size in (1, 4):
         run = mpirun((size, "-m", "dsv4", "logits", "--model", checkpoint_dir("tiny-tp"), "--tokens", "5,6,7,8,9,10",

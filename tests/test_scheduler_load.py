@@ -46,7 +46,7 @@ def test_the_command(monkeypatch):
     run = ["bench", "serve", "--threads", "1", "--max-context", "256", "--tokens", "8", "--repeats", "1", "--json"]
     found = CliRunner().invoke(cli, [*run, "--sequences", "2"])
     assert found.exit_code == 0, found.output
-    records = json.loads(found.output)
+    records = json.loads(found.stdout)
     assert [(r["spec"], r["sequences"]) for r in records] == [("gate", 1), ("gate", 2), ("off", 1), ("off", 2)]
     assert records[0]["ratio_to_one"] == 1 and records[3]["drafted"] == 0 and records[1]["rows_per_step"] > 1
     found = CliRunner().invoke(cli, [*run[:-1], "--clients", "3", "--seconds", "0.5"])

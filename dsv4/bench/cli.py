@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
 
-from ..cli_support import Bars, FiniteRange, engine_options, model_option, say
+from ..cli_support import Bars, FiniteRange, console, engine_options, model_option, say
+from ..config import World
+
+BUSY = "dsv4.bench.busy"  # the key of a command's context
 
 
 def _lengths(ctx, param, value: str | None) -> list[int] | None:
@@ -40,6 +44,9 @@ def bench(ctx, model, contexts, repeats, steps, as_json, settings):
       python -m dsv4 bench
       python -m dsv4 bench --threads 1 --contexts 128,2048 --json
     """
+    from .machine import busy
+
+    ctx.meta[BUSY] = busy()  # before anything of ours runs
     if ctx.invoked_subcommand is not None:
         return
     from .engine import measure
@@ -50,6 +57,13 @@ def bench(ctx, model, contexts, repeats, steps, as_json, settings):
         say(json.dumps(records, indent=1))
     else:
         _tables(records)
+
+
+@bench.result_callback()
+@click.pass_context
+def _remark_of_the_machine(ctx, result, **options) -> None:
+    if ctx.meta[BUSY] and World.from_env().rank == 0:
+        print(f"dsv4: {ctx.meta[BUSY]}", file=sys.stderr)
 
 
 @bench.command("speculate")
@@ -116,7 +130,8 @@ def serve(ctx, model, sequences, tokens, repeats, clients, seconds, as_json, set
         say(json.dumps(records, indent=1))
     else:
         render(records)
-    ctx.exit(0 if good(records) else 1)
+    if not good(records):
+        ctx.exit(1)
 
 
 def _kernel_options(command):
@@ -250,13 +265,11 @@ def cuda_command(like, device, as_json, output):
 
 
 def _kernel_table(records: list[dict], where: dict) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    out = console()
     spread = ", ".join(f"{count} on node {node}" for node, count in where["affinity"].items())
-    console.print(f"{where['cpu']}, {where['cores']} cores ({spread}; memory nodes: {where['nodes']}); sizes: {where['like']}")
+    out.print(f"{where['cpu']}, {where['cores']} cores ({spread}; memory nodes: {where['nodes']}); sizes: {where['like']}")
     table = Table("", "threads", "rows", "experts", "ms", "MB", "GB/s", "memory", "ratio", "", box=None)
     for column in table.columns[1:9]:
         column.justify = "right"
@@ -265,7 +278,7 @@ def _kernel_table(records: list[dict], where: dict) -> None:
             r["name"], str(r["threads"]), str(r["rows"]), str(r.get("experts", "")), f"{1e3 * r['seconds']:.2f}",
             f"{r['bytes'] / 1e6:.1f}", f"{r['gbs']:.1f}", f"{r['bandwidth_gbs']:.1f}", f"{r['ratio']:.2f}", _remark(r),
         )  # fmt: skip
-    console.print(table)
+    out.print(table)
 
 
 def _remark(r: dict) -> str:
@@ -294,18 +307,17 @@ def _placement(r: dict) -> str:
 
 
 def _tables(records: list[dict]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    out = console()
     first = {record["name"]: record for record in reversed(records)}
     about, memory = first["load"], first["memory"]
-    console.print(f"{about['model']}: backend {about['backend']} ({about['isa']}), {about['threads']} threads")
-    console.print(f"{about['cpu']}, {about['cores']} cores; Python {about['python']}, NumPy {about['numpy']}")
+    out.print(f"{about['model']}: backend {about['backend']} ({about['isa']}), {about['threads']} threads")
+    out.print(f"{about['cpu']}, {about['cores']} cores; Python {about['python']}, NumPy {about['numpy']}")
     own = f", {memory['own_peak_bytes'] / 1e6:.0f} MB without the mapped weights" if memory["own_peak_bytes"] else ""
-    console.print(f"load {about['seconds']:.2f} s, peak memory {memory['peak_bytes'] / 1e6:.0f} MB{own} "
+    out.print(f"load {about['seconds']:.2f} s, peak memory {memory['peak_bytes'] / 1e6:.0f} MB{own} "
                   f"(state planned: {memory['planned_state_bytes'] / 1e6:.0f} MB)")  # fmt: skip
-    console.print(_placement(first["experts"]))
+    out.print(_placement(first["experts"]))
     table = Table("context", "prefill tok/s", "prefill s", "decode tok/s", "ms per token", "p90 ms")
     for column in table.columns:
         column.justify = "right"
@@ -320,9 +332,9 @@ def _tables(records: list[dict]) -> None:
             f"{1e3 * step['seconds']:.2f}",
             f"{1e3 * step['seconds_p90']:.2f}",
         )
-    console.print(table)
+    out.print(table)
     sent = first["exchange"]
     if sent["ranks"] > 1:
-        console.print(f"{sent['ranks']} ranks; rank 0 holds {sent['weight_bytes'] / 1e6:.1f} MB of weights")
+        out.print(f"{sent['ranks']} ranks; rank 0 holds {sent['weight_bytes'] / 1e6:.1f} MB of weights")
         for rank, (messages, count) in enumerate(zip(sent["messages_per_token"], sent["bytes_per_token"])):
-            console.print(f"rank {rank} sends {messages:.1f} messages, {count / 1e3:.1f} kB per token")
+            out.print(f"rank {rank} sends {messages:.1f} messages, {count / 1e3:.1f} kB per token")

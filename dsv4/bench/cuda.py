@@ -15,6 +15,7 @@ from math import ceil
 
 import numpy as np
 
+from ..cli_support import console
 from ..config import ModelConfig
 from ..formats import FP4_BLOCK
 from ..ops import IndexCache, KeyCache, Ring
@@ -334,14 +335,12 @@ def measure(
 
 def render(records: list[dict]) -> None:
     """The records as one table."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=110)
+    out = console()
     card, *rest = records
-    console.print(f"{card['device']}, {card['memory_bytes'] / 1e9:.0f} GB, compute capability {card['capability']}, CUDA {card['driver_cuda']}")
-    console.print(f"copies {card['copy_gbs']:.0f} GB/s (read and write), float16 matrix product {card['matrix_tflops']:.1f} TFLOP/s, "
+    out.print(f"{card['device']}, {card['memory_bytes'] / 1e9:.0f} GB, compute capability {card['capability']}, CUDA {card['driver_cuda']}")
+    out.print(f"copies {card['copy_gbs']:.0f} GB/s (read and write), float16 matrix product {card['matrix_tflops']:.1f} TFLOP/s, "
                   f"from pinned memory {card['staging_gbs']:.1f} GB/s")  # fmt: skip
     table = Table("", "rows", "ms", "MB", "GB/s", "TFLOP/s", "ratio", "bar", "", box=None)
     for column in table.columns[1:8]:
@@ -352,4 +351,4 @@ def render(records: list[dict]) -> None:
             r["name"], str(r["rows"]), cell("seconds", ".3f", 1e-3), cell("bytes", ".1f", 1e6), cell("gbs", ".0f"),
             cell("tflops", ".1f"), cell("ratio", ".2f"), cell("bar", ".2f"), ("met" if r["met"] else "not met") if "bar" in r else "",
         )  # fmt: skip
-    console.print(table)
+    out.print(table)

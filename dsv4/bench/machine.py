@@ -27,6 +27,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def busy() -> str | None:
+    """A line for one who measures where, over the last minute, more threads wanted to run than the machine has cores."""
+    try:
+        load, count = os.getloadavg()[0], os.cpu_count() or 1
+    except OSError:  # the system does not tell
+        return None
+    if load <= count:
+        return None
+    return (
+        f"this machine is busy (load average {load:.1f}, {count} cores): these figures are less than it can do, and several "
+        "threads may be slower than one"
+    )
+
+
 def _numbers(text: str) -> set[int]:
     """The kernel's list notation, 0-3,8, as numbers."""
     found: set[int] = set()

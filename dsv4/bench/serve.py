@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..cli_support import console
 from ..determinism import prompts
 from ..engine import Engine
 from ..errors import InputError
@@ -190,19 +191,18 @@ def good(records: list[dict]) -> bool:
 
 def render(records: list[dict]) -> None:
     """Tables on standard output."""
-    from rich.console import Console
     from rich.table import Table
 
-    console, about = Console(), records[0]
-    console.print(f"{about['model']}: {about['threads']} threads, {about['cpu']}")
+    out, about = console(), records[0]
+    out.print(f"{about['model']}: {about['threads']} threads, {about['cpu']}")
     for r in (r for r in records if r["name"] == "load"):
         first = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in r["first_token_s"].items())
-        console.print(f"{r['clients']} clients for {r['seconds']:.0f} s: {r['answered']} answers, {r['left']} left early, "
+        out.print(f"{r['clients']} clients for {r['seconds']:.0f} s: {r['answered']} answers, {r['left']} left early, "
                       f"{r['failed']} failed, {r['hung']} hung, {len(r['wrong'])} wrong")  # fmt: skip
-        console.print(f"{r['tokens_per_s']:,.0f} tok/s; ms to the first token: {first}")
+        out.print(f"{r['tokens_per_s']:,.0f} tok/s; ms to the first token: {first}")
         if r["memory_start_bytes"] is not None:
-            console.print("MB of memory of its own, by tenths: " + " ".join(f"{b / 1e6:.1f}" for b in r["memory_bytes"]))
-        console.print(*r["wrong"][:5], sep="\n")
+            out.print("MB of memory of its own, by tenths: " + " ".join(f"{b / 1e6:.1f}" for b in r["memory_bytes"]))
+        out.print(*r["wrong"][:5], sep="\n")
     table = Table("speculation", "sequences", "tok/s", "to one", "rows a step", "accepted", "skipped rounds")
     for r in (r for r in records if r["name"] == "throughput"):
         rate = f"{r['accepted'] / r['drafted']:.0%}" if r["drafted"] else "-"
@@ -210,4 +210,4 @@ def render(records: list[dict]) -> None:
         ratio = "-" if r["ratio_to_one"] is None else f"{r['ratio_to_one']:.2f}"
         table.add_row(r["spec"], str(r["sequences"]), f"{r['tokens_per_s']:,.0f}", ratio, f"{r['rows_per_step']:.1f}", rate, skipped)
     if table.row_count:
-        console.print(table)
+        out.print(table)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..cli_support import console
 from ..determinism import prompts
 from ..engine import Engine
 from ..errors import ConfigError, InputError
@@ -121,27 +122,26 @@ def measure(
 
 def render(records: list[dict]) -> None:
     """Tables on standard output."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    out = console()
     named = {name: [r for r in records if r["name"] == name] for name in ("draft", "plain", "verify", "fit", "text", "confidence")}
     about, fit = named["plain"][0], named["fit"][0]
-    console.print(f"{about['model']}: {about['threads']} threads, {about['cpu']}")
+    out.print(f"{about['model']}: {about['threads']} threads, {about['cpu']}")
     verify = "  ".join(f"{r['n']}: {r['ms']:.2f}" for r in named["verify"])
-    console.print(f"ms: plain {about['ms']:.2f}, draft {named['draft'][0]['ms']:.2f}, verify by drafted tokens {verify}")
-    console.print(f"verify(n) = {fit['verify_base_ms']:.2f} + {fit['verify_slope_ms']:.2f} n ms")
+    out.print(f"ms: plain {about['ms']:.2f}, draft {named['draft'][0]['ms']:.2f}, verify by drafted tokens {verify}")
+    out.print(f"verify(n) = {fit['verify_base_ms']:.2f} + {fit['verify_slope_ms']:.2f} n ms")
     table = Table("text", "mode", "tok/s", "to plain", "accepted", "rounds", "skipped")
     for r in named["text"]:
         rate = f"{r['accept_rate']:.0%}" if r["drafted"] else "-"
         row = (f"{r['tokens_per_s']:,.0f}", f"{r['ratio_to_plain']:.2f}", rate, r["rounds"], r["skipped_rounds"])
         table.add_row(r["kind"], r["mode"], *map(str, row))
-    console.print(table)
+    out.print(table)
     table = Table("confidence", "n", "matched", "sigmoid")
     for r in named["confidence"]:
         span = f"{'' if r['from'] is None else r['from']} .. {'' if r['to'] is None else r['to']}"
         table.add_row(span, str(r["n"]), *("-" if r[k] is None else f"{r[k]:.2f}" for k in ("match_rate", "expected")))
-    console.print(table)
+    out.print(table)
 
 
 def plot(records: list[dict], path: Path) -> None:
