@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,6 +16,7 @@ from fake_scheduler import FakeScheduler, served, steps, until  # noqa: E402
 from server_cases import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOOL, engine, events, post, script, server  # noqa: E402, F401
 
 from dsv4.errors import BackendError, CapacityError, CheckpointError, Dsv4Error, InputError, StateError  # noqa: E402
+from dsv4.server import serving  # noqa: E402
 from dsv4.server.serving import listen  # noqa: E402
 
 
@@ -141,6 +143,45 @@ def test_a_body_that_never_comes(engine):
         sock.sendall(head(TEXT_PATH, 100) + b'{"mod')
         answer = b"".join(iter(lambda: sock.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"code": "timeout"' in answer
+
+
+LINE, HEADER = b"POST /v1/compl", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: "
+
+
+@pytest.mark.parametrize("asked, sent", [(0, b""), (0, LINE), (0, HEADER), (2, LINE), (2, HEADER)])
+def test_a_head_that_never_ends(server, monkeypatch, asked, sent):
+    """Its connection is closed, also one that was answered before, however often another byte comes; others are not."""
+    monkeypatch.setattr(serving, "SLOW_HEADS", 0.5)
+    start, end = time.monotonic(), None
+    with connect(server) as slow, httpx.Client(base_url=server.address) as other:
+        for _ in range(asked):
+            slow.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b'"ok"}'):
+                assert (part := slow.recv(4096))
+                answer += part
+        slow.sendall(sent)
+        slow.settimeout(0.1)
+        while end is None and time.monotonic() < start + 10:
+            try:
+                end = slow.recv(4096)
+            except TimeoutError:
+                slow.sendall(b"x" if sent else b"")
+                assert other.get("/health").status_code == 200
+    assert end == b"" and time.monotonic() > start + 0.5
+
+
+def test_a_slow_body_and_a_slow_answer_are_no_slow_head(engine, monkeypatch):
+    monkeypatch.setattr(serving, "SLOW_HEADS", 0.2)
+    scheduler, go_on = FakeScheduler(), threading.Event()
+    scheduler.script = [go_on, *steps(["a", "b"])]
+    body = json.dumps(TEXT).encode()
+    with served(engine, scheduler) as server, connect(server) as sock:
+        sock.sendall(head(TEXT_PATH, len(body)))
+        time.sleep(0.5)
+        sock.sendall(body)
+        threading.Timer(0.5, go_on.set).start()
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("raised, status, kind", [

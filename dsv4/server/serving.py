@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import signal
 import socket
 import threading
 import time
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ConfigError
 from .app import Service
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last passes through an mpirun, and leaves it alive
 BACKLOG = 512  # connections that wait to be taken
+SLOW_HEADS = 10  # seconds that a client has for the first lines of a request, up to its body
 SLOW_READERS = 5  # seconds that a client has to take the rest of a finished answer, at the end
 
 
@@ -36,9 +40,32 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"{host}:{port}: expected an address to listen on; {error}") from error
 
 
+class Protocol(H11Protocol):
+    """uvicorn's, which would wait for the rest of a request's head for ever; here its connection is closed in the end."""
+
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Between requests, before the next one's first bytes, uvicorn's own (shorter) patience counts."""
+        if self.conn.their_state is not h11.IDLE:
+            if self._due:
+                self._due.cancel()
+            self._due = None
+        elif not self._due:
+            self._due = self.loop.call_later(SLOW_HEADS, self.timeout_keep_alive_handler)
+
+
 def make_server(app: ASGIApp) -> uvicorn.Server:
     config = uvicorn.Config(
-        app, http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False, server_header=False,
+        app, http=Protocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False, server_header=False,
         proxy_headers=False, timeout_graceful_shutdown=SLOW_READERS,
     )  # fmt: skip
     return uvicorn.Server(config)
