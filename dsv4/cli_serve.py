@@ -11,7 +11,7 @@ import click
 
 from .cli_support import Bars, FiniteRange, engine_options, load_engine, model_option, say, spec_option
 from .config import API_KEY, RunConfig, World, environment
-from .errors import BackendError, ConfigError
+from .errors import BackendError, ConfigError, install
 from .server.limits import Limits
 
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
@@ -54,7 +54,7 @@ def serve(model, host, port, api_key, name, settings, max_sessions, **limits):
     key = _key(api_key)
     missing = [package for package in NEEDS if find_spec(package) is None]
     if missing:
-        raise BackendError(f"serve: expected {', '.join(NEEDS)}; found no {', '.join(missing)}; install dsv4[serve]")
+        raise BackendError(f"serve: expected {', '.join(NEEDS)}; found no {', '.join(missing)}; {install('serve')}")
     if World.from_env().rank:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # launchers send them to all: rank 0 ends all
             signal.signal(number, signal.SIG_IGN)

@@ -20,7 +20,7 @@ from typing import Any, Callable
 import numpy as np
 
 from .config import World, init_timeout
-from .errors import BackendError, ConfigError
+from .errors import BackendError, ConfigError, install
 from .watch import Watch
 
 
@@ -297,8 +297,8 @@ def _import_mpi(world: World) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise BackendError(
-            f"ranks: {world.size} processes were started, but mpi4py cannot be loaded ({error}); install dsv4[mpi], or "
-            "mpi4py for the MPI of this machine"
+            f"ranks: {world.size} processes were started, but mpi4py cannot be loaded ({error}); "
+            f"{install('mpi')}, an MPI too; or install mpi4py for the MPI of this machine"
         ) from error
     if MPI.COMM_WORLD.Get_size() != world.size:
         raise BackendError(
@@ -328,7 +328,7 @@ class Nccl(Communicator):
             unique = control.broadcast(pickle.dumps(nccl.get_unique_id()) if self.rank == 0 else None)
             self.comm = nccl.NcclCommunicator(self.size, pickle.loads(unique), self.rank)
         except (ImportError, AttributeError) as error:
-            raise BackendError(f"NCCL: expected CuPy with NCCL, found none ({error}); install dsv4[cuda12]") from error
+            raise BackendError(f"NCCL: expected CuPy with NCCL, found none ({error}); {install('cuda12', 'cuda13')}") from error
 
     def sum_parts(self, y: Any, parts: int) -> Any:
         if parts == 1:

@@ -1,6 +1,12 @@
 """Every error that is the user's to act on: one line that says what was expected, what was found and what to do."""
 
 
+def install(*extras: str) -> str:
+    """What to do where something of one of these extras is missing: the end of a message."""
+    commands = [f"`pip install -e '.[{extra}]'`" for extra in extras]
+    return f"{' or '.join(commands)} in a checkout installs what is needed"
+
+
 class Dsv4Error(Exception):
     """Base class. The command line prints it as one line and exits with status 2."""
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .cli_support import printable
-from .errors import ConfigError, Dsv4Error, InputError
+from .errors import ConfigError, Dsv4Error, InputError, install
 from .terminal import Chat, Stopped
 
 HELP = """\
@@ -38,8 +38,7 @@ def open_reader(terminal: bool) -> Callable[[], str]:
         from prompt_toolkit.key_binding import KeyBindings
     except ImportError:
         raise ConfigError(
-            "chat: expected the package prompt_toolkit, for a terminal; found none: "
-            "pip install -e '.[chat]' in a checkout, or pipe the lines in"
+            f"chat: expected the package prompt_toolkit, for a terminal; found none; {install('chat')}, or pipe the lines in"
         ) from None
     keys = KeyBindings()
     keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())

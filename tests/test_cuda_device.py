@@ -18,7 +18,7 @@ from dsv4.ops.kernels import DeviceLauncher, open_cupy
     [
         ({"driver": 0}, "expected an NVIDIA driver, found none; install one, or use --backend cpu"),
         ({"driver": 11080}, r"CuPy is made for CUDA 12, the driver knows up to 11.8; install a newer driver, or use"),
-        ({"driver": 12020, "built": 13000}, r"made for CUDA 13, the driver knows up to 12.2; install dsv4\[cuda12\] or a newer driver, or"),
+        ({"driver": 12020, "built": 13000}, r"made for CUDA 13, the driver knows up to 12.2; `pip install -e '.\[cuda12\]'` in a checkout, or install a newer driver, or"),
         ({"no_device": "cudaErrorNoDevice: no CUDA-capable device is detected"}, "expected a CUDA device; cudaErrorNoDevice"),
         ({"devices": 0}, "found 0 and need number 0"),
         ({"capability": "70"}, "compute capability 7.5 or newer, device 0 has 7.0"),
@@ -41,13 +41,13 @@ def test_cupy_is_not_installed():
     code += "from dsv4.cli import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "CuPy cannot be loaded" in done.stderr and "dsv4[cuda12]" in done.stderr and "--backend cpu" in done.stderr
+    assert "CuPy cannot be loaded" in done.stderr and "pip install -e '.[cuda12]'` or `pip install -e '.[cuda13]'`" in done.stderr and "--backend cpu" in done.stderr
 
 
 def test_nvrtc_is_not_installed(monkeypatch):
     monkeypatch.setattr(nvrtc, "_PLACES", ("nvidia/nowhere/libnvrtc-none.so.77",))
     nvrtc.library.cache_clear()
-    with pytest.raises(BackendError, match=r"expected libnvrtc-none.so.77, found none; install the extra cuda12"):
+    with pytest.raises(BackendError, match=r"expected libnvrtc-none.so.77, found none; `pip install -e '.\[cuda12\]'`"):
         nvrtc.library()
     nvrtc.library.cache_clear()
 

@@ -17,7 +17,7 @@ TESTS = Path(__file__).resolve().parent
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: install dsv4[mpi], or an MPI of the system with mpi4py"),
+    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]', or an MPI of the system with mpi4py"),
 ]
 TOKENS = ["--tokens", "5,6,7,8,9,10", "--temperature", "0", "--max-tokens", "16", "--ignore-eos"]
 
@@ -192,7 +192,7 @@ def test_without_mpi4py(checkpoint_dir, tmp_path):
         run = subprocess.run(line, env=environment(PYTHONPATH=str(tmp_path), **extra), capture_output=True, text=True,
                              timeout=30, check=False)  # fmt: skip
         assert run.returncode == status, run.stderr
-    assert "2 processes were started, but mpi4py cannot be loaded (not here); install dsv4[mpi]" in run.stderr
+    assert "2 processes were started, but mpi4py cannot be loaded (not here); `pip install -e '.[mpi]'`" in run.stderr
 
 
 # ---------------------------------------------------------------------- a rank fails

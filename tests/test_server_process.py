@@ -139,7 +139,8 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys):
     monkeypatch.setattr(cli_serve, "find_spec", lambda name: None if name == "uvicorn" else name)
     assert cli.main(["serve"]) == 2
     assert capsys.readouterr().err == (
-        "dsv4: error: serve: expected starlette, uvicorn, prometheus_client; found no uvicorn; install dsv4[serve]\n"
+        "dsv4: error: serve: expected starlette, uvicorn, prometheus_client; found no uvicorn; "
+        "`pip install -e '.[serve]'` in a checkout installs what is needed\n"
     )
 
 

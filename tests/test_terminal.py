@@ -271,7 +271,7 @@ def test_answers_reach_a_terminal_without_control_characters_wherever_the_lines_
 
 def test_a_terminal_without_prompt_toolkit_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
-    with pytest.raises(ConfigError, match=r"expected the package prompt_toolkit, for a terminal; found none: pip install"):
+    with pytest.raises(ConfigError, match=r"expected the package prompt_toolkit, for a terminal; found none; `pip install -e '.\[chat\]'`"):
         open_reader(True)
     open_reader(False)
 

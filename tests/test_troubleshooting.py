@@ -60,3 +60,15 @@ def test_the_page_quotes_enough_and_the_test_would_notice():
     assert len(quoted()) == len(set(quoted())) > 60
     assert not any(holds(text, "memory: expected at most … bananas") for text in TEMPLATES)
     assert not any(holds(text, "effort: expected low or high; found …") for text in TEMPLATES)
+
+
+def test_commands_that_install_an_extra_name_one_that_exists():
+    project = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = ", project, re.MULTILINE))
+    found = set()
+    for path in [*(ROOT / "dsv4").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        text = path.read_text("utf-8")
+        assert not re.search(r"\bdsv4\[\w", text), path  # no index has it under this name
+        for names in re.findall(r"\.\[([a-z\d,]+)\]|\binstall\(('[^)]*)\)", text):
+            found |= set(re.findall(r"\w+", " ".join(names)))
+    assert {"serve", "chat", "plot", "mpi", "cuda12", "cuda13"} <= found <= extras

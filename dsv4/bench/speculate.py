@@ -12,7 +12,7 @@ import numpy as np
 from ..cli_support import console
 from ..determinism import prompts
 from ..engine import Engine
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, install
 from ..generate import complete
 from ..sampling import SamplingParams
 from . import machine
@@ -149,7 +149,7 @@ def plot(records: list[dict], path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("plot: expected matplotlib, found none; install dsv4 with the extra `plot`") from error
+        raise ConfigError(f"plot: expected matplotlib, found none; {install('plot')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

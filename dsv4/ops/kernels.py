@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import BackendError
+from ..errors import BackendError, install
 from ..files import replacing
 from . import nvrtc
 
@@ -26,9 +26,8 @@ OLDEST = 75  # compute capability: the first with the tensor-core instructions t
 _PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel may have without asking
 _SMALL = 1 << 20  # bytes of a step's tables at most; larger arrays are weights
 _NULL = np.uint64(0)
-_EXTRAS = (12, 13)  # CUDA versions that dsv4[cuda…] exists for
+_EXTRAS = (12, 13)  # CUDA versions that there is an extra for
 _CPU = "use --backend cpu"
-_INSTALL = "install dsv4[cuda12] or dsv4[cuda13], or use --backend cpu"
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(')
@@ -173,15 +172,15 @@ def open_cupy(index: int, cupy: Any = None) -> Any:
             import cupy
         runtime = cupy.cuda.runtime
     except ImportError as error:
-        raise BackendError(f"backend cuda: CuPy cannot be loaded ({error}); {_INSTALL}") from error
+        raise BackendError(f"backend cuda: CuPy cannot be loaded ({error}); {install('cuda12', 'cuda13')}; or {_CPU}") from error
     driver, built = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     if not driver:
         raise BackendError(f"backend cuda: expected an NVIDIA driver, found none; install one, or {_CPU}")
     if driver // 1000 < built // 1000:
-        fitting = f"dsv4[cuda{driver // 1000}] or " if driver // 1000 in _EXTRAS else ""
+        fitting = f"`pip install -e '.[cuda{driver // 1000}]'` in a checkout, or " if driver // 1000 in _EXTRAS else ""
         raise BackendError(
             f"backend cuda: CuPy is made for CUDA {built // 1000}, the driver knows up to {driver // 1000}."
-            f"{driver % 1000 // 10}; install {fitting}a newer driver, or {_CPU}"
+            f"{driver % 1000 // 10}; {fitting}install a newer driver, or {_CPU}"
         )
     try:
         count = runtime.getDeviceCount()

@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import BackendError
+from ..errors import BackendError, install
 
 # No contraction and no flushing of denormals: a*b + c is two roundings and a fused multiply-add is written fmaf(), so
 # that bits are decided by the text. Division and square root rounded correctly (the default; said because bits depend on it).
@@ -39,8 +39,8 @@ def library(major: int | None = None) -> ctypes.CDLL:
         except OSError:
             continue
     raise BackendError(
-        f"NVRTC: expected {' or '.join(Path(n).name for n in names)}, found none; install the extra cuda12 or cuda13 "
-        "(`pip install -e '.[cuda12]'` in a checkout), or use --backend cpu"
+        f"NVRTC: expected {' or '.join(Path(n).name for n in names)}, found none; {install('cuda12', 'cuda13')}; "
+        "or use --backend cpu"
     )
 
 
