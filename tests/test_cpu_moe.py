@@ -115,6 +115,17 @@ def test_every_row_to_one_expert(cpu):
         same_bits(y[r], cpu.moe(x[r], ids[r], weight[r], bank, 10.0, 1))
 
 
+def test_many_experts_by_odd_ids(cpu):
+    """Above 255, where a byte ends, and odd above 256, where bf16 rounds."""
+    d, inner, experts = 32, 32, 391
+    arrays = layer(d, inner, experts, "fp4")
+    x, ids = inputs(4, d), np.int32([[0, 255, 257], [256, 383, 390], [1, 127, 383], [31, 32, 33]])
+    weight = np.random.default_rng(1).random((4, 3), np.float32)
+    reference = ReferenceOps()
+    expected = reference.moe(x, ids, weight, bank_of(reference, arrays), 10.0, 1)
+    assert rel_l2(cpu.moe(x, ids, weight, bank_of(cpu, arrays), 10.0, 1), expected) <= 1e-6
+
+
 def test_rounded_inputs_from_the_least_to_the_most():
     """FP4 sums of four products are exact for every e4m3 value, subnormals too: no instruction set may round inside."""
     d, inner, experts = 192, 128, 4

@@ -152,6 +152,13 @@ class FirstWindow(BlockStep):
         return places
 
 
+class YarnBlock(BlockStep):
+    """The block rotated as layers with compression are."""
+
+    def rope(self, ratio):
+        return super().rope(4)
+
+
 class Causal(Draft):
     """Every slot sees only the slots before it."""
 
@@ -184,16 +191,66 @@ class LateNoise(Draft):
         return super().draft(pool, [ask._replace(position=ask.position + 1) for ask in asks])
 
 
-@pytest.mark.parametrize("wrong", [Causal, NoMarkov, NormedMain, LateNoise])
+class NoSharedExpert(Draft):
+    """Nothing else changes: the output stays perfect, and drafts are accepted more rarely."""
+
+    def moe(self, w, x, step):
+        c, ops = self.config, self.ops
+        ids, weights = ops.gate(x, w.gate, w.bias, w.fixed, step.tokens, c.num_experts_per_tok, c.routed_scaling_factor)
+        sums = ops.moe_begin(len(x), 1, 1, x.shape[1])
+        ops.moe_add(sums, np.arange(len(x)), x, ids, weights, w.bank, c.swiglu_limit, False)
+        return ops.moe_end(sums)
+
+
+class NotClamped(Draft):
+    def draft(self, pool, asks):
+        config = dataclasses.replace(self.config, swiglu_limit=0.0)
+        return Draft(config, self.weights, self.ops, self.comm).draft(pool, asks)
+
+
+@pytest.mark.parametrize("wrong", [Causal, NoMarkov, NormedMain, LateNoise, NoSharedExpert, NotClamped])
 def test_wrong_drafts_are_caught(wrong, tiny_root, golden_dir):
     model = open_model(tiny_root / "tiny-m", NoQuantOps())
     case = golden(golden_dir, "tiny-m", "noq")[33]
     draft = wrong(model.config, model.weights, model.ops, model.comm)
-    found = run_drafts(model, draft, case)
-    worst = max(
-        rel_l2(found[row].logits[:2], logits[:2]) for row, logits in zip(case["draft_logits_rows"], case["draft_logits"])
-    )
-    assert worst > 1e-3, worst
+    assert worst(run_drafts(model, draft, case), case) > 1e-3
+
+
+def worst(found, case) -> float:
+    """rel_l2 of the logits of the first two places, the largest of all drafts."""
+    rows = zip(case["draft_logits_rows"], case["draft_logits"])
+    return max(rel_l2(found[row].logits[:2], logits[:2]) for row, logits in rows)
+
+
+def test_a_block_rotated_by_yarn_is_caught(tiny_root, golden_dir, monkeypatch):
+    monkeypatch.setattr("dsv4.dspark.BlockStep", YarnBlock)
+    model = open_model(tiny_root / "tiny-m", NoQuantOps())
+    case = golden(golden_dir, "tiny-m", "noq")[33]
+    assert worst(run_drafts(model, open_draft(model), case), case) > 1e-3
+
+
+class Epsilons(NoQuantOps):
+    """Remembers the epsilon of every norm."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def rmsnorm(self, x, w, eps):
+        self.seen.add(eps)
+        return super().rmsnorm(x, w, eps)
+
+    def query(self, q, rope, eps):
+        self.seen.add(eps)
+        return super().query(q, rope, eps)
+
+
+def test_norms_of_model_and_draft_do_not_take_the_epsilon_of_hyper_connections(tiny_root, golden_dir):
+    """Both are 1e-6 in every checkpoint here, so that no golden would show it. That hyper-connections have both as they
+    should is for test_weights.py."""
+    ops = Epsilons()
+    model = open_model(tiny_root / "tiny-m", ops, hc_eps=2e-6, rms_norm_eps=3e-6)
+    run_drafts(model, open_draft(model), golden(golden_dir, "tiny-m", "noq")[5])
+    assert ops.seen == {3e-6}
 
 
 def test_a_window_one_position_short_is_caught(tiny_root, golden_dir, monkeypatch):

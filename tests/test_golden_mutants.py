@@ -42,6 +42,7 @@ CONFIGS = {
     "one theta for all layers": {"compress_rope_theta": 10000},
     "the big theta in window-only layers": {"rope_theta": 160000},
     "routed experts not scaled": {"routed_scaling_factor": 1.0},
+    "experts not clamped": {"swiglu_limit": 0.0},
 }
 
 
@@ -103,6 +104,11 @@ class NoSharedWeight(NoQuantOps):
         return super().moe(x, ids, np.ones_like(weights), bank, limit, slices)
 
 
+class NoSharedExpert(NoQuantOps):
+    def moe_add(self, sums, where, x, ids, weights, bank, limit, shared):
+        super().moe_add(sums, where, x, ids, weights, bank, limit, False)
+
+
 class UnscaledQuery(NoQuantOps):
     def query(self, q, rope, eps):
         return self.rotate(q, rope)
@@ -128,14 +134,35 @@ class ApeShifted(NoQuantOps):
 
 
 OPS = [
-    TransposedComb, MeanOfStreams, NoSink, NoInverseRope, NextExpert, BiasInWeights, NoSharedWeight, UnscaledQuery,
-    HadamardOnQueryOnly, LowestScores, ApeShifted,
+    TransposedComb, MeanOfStreams, NoSink, NoInverseRope, NextExpert, BiasInWeights, NoSharedWeight, NoSharedExpert,
+    UnscaledQuery, HadamardOnQueryOnly, LowestScores, ApeShifted,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.__name__)
 def test_wrong_rules(ops, tiny_root, case):
     assert worst(open_model(tiny_root / "tiny-m", ops()), case) > CAUGHT
+
+
+class SharedNotClamped(NoQuantOps):
+    def moe_add(self, sums, where, x, ids, weights, bank, limit, shared):
+        super().moe_add(sums, where, x, ids, weights, bank, limit, False)
+        if shared:
+            super().moe_add(sums, where, x, np.full_like(ids, -1), weights, bank, 0, True)
+
+
+def test_a_shared_expert_that_is_not_clamped(nano_dir, golden_dir):
+    """tiny-m's never reaches the limit; nano's does (4e-3, measured)."""
+    case = golden(golden_dir, "nano", "noq")[33]
+    assert worst(open_model(nano_dir, NoQuantOps()), case) <= LIMIT
+    assert worst(open_model(nano_dir, SharedNotClamped()), case) > CAUGHT
+
+
+class YarnEverywhere(Step):
+    """Layers that see the window only rotated as the others are."""
+
+    def rope(self, ratio):
+        return super().rope(4)
 
 
 class LateStep(Step):
@@ -154,8 +181,8 @@ class EagerStep(Step):
         return at._replace(visible=np.maximum(at.visible, (self.rows.positions + 2) // np.int32(ratio)))
 
 
-@pytest.mark.parametrize("step", [LateStep, EagerStep], ids=lambda step: step.__name__)
-def test_wrong_visibility(step, tiny_root, case, monkeypatch):
+@pytest.mark.parametrize("step", [YarnEverywhere, LateStep, EagerStep], ids=lambda step: step.__name__)
+def test_wrong_rotation_and_visibility(step, tiny_root, case, monkeypatch):
     monkeypatch.setattr("test_golden_e2e.Step", step)
     assert worst(open_model(tiny_root / "tiny-m", NoQuantOps()), case) > CAUGHT
 
