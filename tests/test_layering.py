@@ -83,10 +83,10 @@ def test_checkpoint_names_live_in_one_place():
 
 
 def test_files_stay_readable():
-    kinds = {".pyx", ".pxi", ".c", ".h", ".cu", ".cuh"}
-    kernels = [p for d in ("pyx", "cuda") for p in (ROOT / d).rglob("*") if p.suffix in kinds]
-    kernels = [p for p in kernels if not (p.suffix == ".c" and p.with_suffix(".pyx").exists())]  # what Cython makes
-    for path in [*SOURCES, *kernels]:
+    kinds = {".py", ".pyx", ".pxi", ".c", ".cpp", ".h", ".cu", ".cuh"}
+    others = [p for d in ("pyx", "cuda", "tests") for p in (ROOT / d).rglob("*") if p.suffix in kinds]
+    others = [p for p in others if not (p.suffix == ".c" and p.with_suffix(".pyx").exists())]  # what Cython makes
+    for path in [*SOURCES, *others]:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 500, path
 
 

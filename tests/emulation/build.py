@@ -14,7 +14,7 @@ from pathlib import Path
 from dsv4.ops.kernels import kernel_names
 
 HERE = Path(__file__).resolve().parent
-HEADERS = ("fibers.h", "cuda_on_cpu.h")
+HEADERS = ("fibers.h", "switch.h", "cuda_on_cpu.h")
 COMMON = ["-std=c++17", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-Wall",
           "-fno-gnu-unique", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable", "-pthread"]  # fmt: skip
 # With "" the checks of alignment and array bounds report through our own handlers; the others need their runtime preloaded.
