@@ -8,21 +8,19 @@
 # mpi4py must belong to it).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-ranks=${1:-}
-[[ $ranks =~ ^[1248]$ ]] || fail "expected the number of ranks first (1, 2, 4 or 8), found '${ranks}'; see the head of $0"
+n=${1:-}
+ranks "$n"
 shift
-if [ "$ranks" = 1 ]; then
+if [ "$n" = 1 ]; then
   setup
   exec "$python" -m dsv4 serve "$@" </dev/null
 fi
 setup mpi
-# As in generate.sh.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none
+here
 # mpirun kills its job a moment after SIGINT and SIGTERM, but hands SIGUSR1 on. So it runs in a process group of its own
 # (-m), which the terminal's Ctrl-C does not reach, and is sent that instead.
 set -m
-"${MPIRUN:-$venv/bin/mpirun}" -n "$ranks" "$python" -m dsv4 serve "$@" </dev/null &
+"${MPIRUN:-$venv/bin/mpirun}" -n "$n" "$python" -m dsv4 serve "$@" </dev/null &
 job=$!
 trap 'kill -USR1 "$job" 2>/dev/null || true' INT TERM
 while kill -0 "$job" 2>/dev/null; do

@@ -196,7 +196,8 @@ def test_ranks_give_the_answers_of_one(ranks, model, tiny_with_text, nano_dir):
 def test_the_script_ends_its_job_in_order(ranks, number, tmp_path):
     """launch/serve.sh with an environment that is there already. A terminal sends Ctrl-C to the whole process group."""
     shutil.copy(ROOT / "launch" / "serve.sh", tmp_path)
-    (tmp_path / "setup.sh").write_text(f"setup() {{ python={sys.executable}; }}\nvenv=/none\n")
+    setup = (ROOT / "launch" / "setup.sh").read_text()
+    (tmp_path / "setup.sh").write_text(f"{setup}\nsetup() {{ python={sys.executable}; }}\nvenv=/none\n")
     script = ["bash", tmp_path / "serve.sh", str(ranks)]
     with started(launcher=script, MPIRUN=str(MPIRUN)) as (process, address):
         with httpx.stream("POST", address + "/v1/completions", json={**LONG, "max_tokens": 300}, timeout=60) as response:
