@@ -159,25 +159,25 @@ def act_dequant(codes: np.ndarray, scale: np.ndarray, block: int) -> np.ndarray:
     return _apply_scale(E4M3[codes], scale, block)
 
 
-def fp4_act_quant(x: np.ndarray, block: int = FP4_BLOCK) -> tuple[np.ndarray, np.ndarray]:
-    """x [..., K] → packed e2m1 [..., K/2] and e8m0 scale bytes [..., K/block]; K a multiple of the block.
+def fp4_act_quant(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [..., K] → packed e2m1 [..., K/2] and e8m0 scale bytes [..., K/32]; K a multiple of 32.
 
-    s = 2^ceil(log2(max(amax, 6 · 2^-126) · fl(1/6))), code = e2m1(x / s).
+    s = 2^ceil(log2(max(amax, 6 · 2^-126) · fl(1/6))), code = e2m1(x / s). Raises InputError for another K.
     """
-    if x.shape[-1] % block:
-        raise InputError(f"fp4_act_quant: expected a multiple of {block} values, found {x.shape[-1]}; pad the input")
-    scaled, scale = _quantise(x, block, 6 * 2.0**-126, E2M1_MAX)
+    if x.shape[-1] % FP4_BLOCK:
+        raise InputError(f"fp4_act_quant: expected a multiple of {FP4_BLOCK} values, found {x.shape[-1]}; pad the input")
+    scaled, scale = _quantise(x, FP4_BLOCK, 6 * 2.0**-126, E2M1_MAX)
     return e2m1_pack(e2m1_encode(scaled)), scale
 
 
-def fp4_act_dequant(packed: np.ndarray, scale: np.ndarray, block: int = FP4_BLOCK) -> np.ndarray:
+def fp4_act_dequant(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """What fp4_act_quant's bytes [..., K/2] and scale bytes stand for: float32 [..., K]."""
-    return _apply_scale(E2M1_PAIR[packed].reshape(*packed.shape[:-1], 2 * packed.shape[-1]), scale, block)
+    return _apply_scale(E2M1_PAIR[packed].reshape(*packed.shape[:-1], 2 * packed.shape[-1]), scale, FP4_BLOCK)
 
 
 # ---------------------------------------------------------------------------------------------- weights
 def decode_fp8(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """weight e4m3 [N, K], scale e8m0 [ceil(N/128), ceil(K/128)] → float32 [N, K], exact."""
+    """weight e4m3 [N, K], scale e8m0 [ceil(N/128), ceil(K/128)] → float32 [N, K], exact. Raises InputError for others."""
     n, k = weight.shape
     expected = (-(-n // WEIGHT_BLOCK), -(-k // WEIGHT_BLOCK))
     if scale.shape != expected:
@@ -187,7 +187,7 @@ def decode_fp8(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def decode_fp4(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """weight packed e2m1 [N, K/2], scale e8m0 [N, K/32] → float32 [N, K], exact."""
+    """weight packed e2m1 [N, K/2], scale e8m0 [N, K/32] → float32 [N, K], exact. Raises InputError for others."""
     n, half = weight.shape
     expected = (n, 2 * half // FP4_BLOCK)
     if scale.shape != expected or 2 * half % FP4_BLOCK:
@@ -197,7 +197,10 @@ def decode_fp4(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------- Hadamard rotation
 def hadamard(x: np.ndarray) -> np.ndarray:
-    """x [..., n] · H · n^-½ in float64, rounded to float32; H the n x n Hadamard matrix in Sylvester order, n = 2^i."""
+    """x [..., n] · H · n^-½ in float64, rounded to float32; H the n x n Hadamard matrix in Sylvester order, n = 2^i.
+
+    Raises InputError for another n.
+    """
     n = x.shape[-1]
     if n & (n - 1):
         raise InputError(f"hadamard: expected a power of two, found {n} dimensions")

@@ -208,9 +208,9 @@ class Pool:
         slots, positions = rows.slots, rows.positions
         if not len(rows):
             raise InputError("rows: expected at least one, found none")
-        tokens = rows.tokens
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise InputError(f"rows: expected token ids within 0..{self.config.vocab_size - 1}, found others")
+        tokens, vocab = rows.tokens, self.config.vocab_size
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise InputError(f"rows: expected token ids within 0..{vocab - 1}, found {tokens.min()} .. {tokens.max()}")
         last_rows = np.flatnonzero(slots[1:] != slots[:-1])  # of each sequence but the last
         consecutive = positions[1:] - positions[:-1] == 1
         consecutive[last_rows] = True

@@ -107,7 +107,7 @@ def _forward(machine: Machine, sizes: Sizes, experts: dict[str, float], context:
     """Milliseconds of a forward of the main model, by what they go to."""
     fixed = sizes.read + sizes.keys(context, rows)
     chosen = sizes.distinct(rows) * sizes.config.num_hidden_layers * sizes.expert
-    return _parts(machine, sizes, experts, fixed, chosen, sizes.config.num_hidden_layers)
+    return _parts(machine, experts, fixed, chosen, sizes.config.num_hidden_layers)
 
 
 def _draft(machine: Machine, sizes: Sizes) -> float:
@@ -115,13 +115,11 @@ def _draft(machine: Machine, sizes: Sizes) -> float:
     block = sizes.config.dspark.block_size
     chosen = sizes.distinct(block) * sizes.stages * sizes.expert
     here = {"on_gpu": 1.0, "in_memory": 0.0, "on_disk": 0.0} if machine.gpus else {"on_gpu": 0.0, "in_memory": 1.0, "on_disk": 0.0}
-    return sum(_parts(machine, sizes, here, sizes.draft + sizes.head, chosen, sizes.stages).values())
+    return sum(_parts(machine, here, sizes.draft + sizes.head, chosen, sizes.stages).values())
 
 
-def _parts(
-    machine: Machine, sizes: Sizes, experts: dict[str, float], fixed: float, chosen: float, layers: int
-) -> dict[str, float]:
-    """fixed, chosen: bytes of one rank, always read and of chosen experts."""
+def _parts(machine: Machine, experts: dict[str, float], fixed: float, chosen: float, layers: int) -> dict[str, float]:
+    """Milliseconds by what they go to. fixed, chosen: bytes of one rank, always read and of chosen experts."""
     ranks = max(1, machine.gpus)
     disk = chosen * ranks * experts["on_disk"] / (machine.disk * facts.GB)
     found = {"layers": layers * facts.LAYER_MS}
