@@ -68,15 +68,18 @@ class LateStage(HostStage):
         if mark < self.used[slot]:
             self.early.append(slot)
         self.pending[half].clear()
-        self.queue.put((half, slot))
+        copied = threading.Event()
+        self.queue.put((half, slot, copied))
+        return copied
 
     def _copy(self):
         while True:
-            half, slot = self.queue.get()
+            half, slot, copied = self.queue.get()
             self._slots[slot] = POISON
             time.sleep(self.rng.random() * self.delay)
             self._slots[slot] = self.buffers[half]
             self.pending[half].set()
+            copied.set()
             self.queue.task_done()
 
     def free(self, half):
@@ -84,6 +87,6 @@ class LateStage(HostStage):
             self.pending[half].wait()
             self.buffers[half] = POISON
 
-    def settle(self):
+    def settle(self, copied):
         if "settle" in self.waits:
-            self.queue.join()
+            copied.wait()

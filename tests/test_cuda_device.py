@@ -169,7 +169,7 @@ def test_arrays(launcher):
     assert ("set", 4 << 20) in launcher.calls, "weights do not: they would take as much pinned memory"
 
 
-def test_copies_are_ordered_by_events_and_only_the_host_wait_waits(launcher):
+def test_copies_are_ordered_by_events_and_only_the_host_wait_waits(launcher, monkeypatch):
     from dsv4.ops.cuda_stage import DeviceStage
 
     launcher.empty = lambda shape, dtype: [SlotArray(launcher) for _ in range(shape[0])]
@@ -177,16 +177,20 @@ def test_copies_are_ordered_by_events_and_only_the_host_wait_waits(launcher):
     del launcher.calls[:]
     stage.free(0)
     assert launcher.calls == []
-    stage.send(0, 2, stage.mark())
+    copied = stage.send(0, 2, stage.mark())
     assert launcher.calls == [
         ("record", "compute"), ("enter", 0), ("wait", "copies"), ("copy", 100, "copies"), ("record", "copies")
     ]  # fmt: skip
     del launcher.calls[:]
-    stage.settle()
+    stage.settle(copied)
     assert launcher.calls == [("wait", "compute")]
     stage.free(1)
     stage.free(0)
     assert launcher.calls[1:] == [("synchronize",)]
+    monkeypatch.setattr(launcher, "wait", (waited := []).append)
+    stage.send(1, 0, stage.mark())
+    stage.settle(copied)
+    assert waited == [copied], "later copies go on while this slot's expert computes"
 
 
 def test_measurements(launcher):

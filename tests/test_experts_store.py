@@ -345,25 +345,39 @@ def test_an_expert_is_read_while_the_one_before_is_copied(tmp_path):
     """Copies that are made only when the next one is asked for: with one buffer, each would have to be waited for."""
 
     class Lazy(LateStage):
-        held, waited = [], 0
+        held, waited, lock = [], 0, threading.Lock()
 
-        def make(self):
-            for half, slot in self.held:
-                self._slots[slot] = self.buffers[half]
-            self.held = []
+        def make(self, *then):
+            with self.lock:
+                for half, slot in self.held:
+                    self._slots[slot] = self.buffers[half]
+                self.held = [*then]
 
         def send(self, half, slot, mark):
-            self.make()
-            self.held = [(half, slot)]
+            self.make((half, slot))
 
         def free(self, half):
             self.waited += any(half == held for held, _ in self.held)
 
-        settle = make
+        def settle(self, copied):
+            self.make()
 
     model = Model(tmp_path / "experts", ALL, 1, Lazy)
     model.run(seed=0, steps=4)
     assert model.stage.waited == 0 and model.store.counters.misses > 20
+
+
+def test_who_computes_waits_for_no_later_copies(tmp_path):
+    class Watched(LateStage):
+        beside = 0
+
+        def settle(self, copied):
+            super().settle(copied)
+            self.beside += self.queue.unfinished_tasks > 0
+
+    model = Model(tmp_path / "experts", ALL, 1, lambda *a, **k: Watched(*a, delay=5e-3, **k))
+    model.run(seed=0, steps=4)
+    assert model.stage.beside > 0
 
 
 def test_hash_layers_are_read_before_their_turn(tmp_path):

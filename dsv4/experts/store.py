@@ -61,7 +61,7 @@ class Load:
     expert: int
     slot: int
     mark: Any  # Stage.mark: the slot's former expert is not read after it
-    done: Future = field(default_factory=Future)
+    done: Future = field(default_factory=Future)  # Stage.send's copy
 
 
 class Layer(NamedTuple):
@@ -278,12 +278,12 @@ class Store:
             half, self._half = self._half, 1 - self._half
             self._stage.free(half)
             read_expert(self._source, load.prefix, load.expert, self._stage.buffers[half], self._threads)
-            self._stage.send(half, load.slot, load.mark)
+            copied = self._stage.send(half, load.slot, load.mark)
             self.counters.bytes_staged += self._source.layout.nbytes
         except BaseException as error:
             load.done.set_exception(error)
         else:
-            load.done.set_result(None)
+            load.done.set_result(copied)
 
     def _wait(self, slots: np.ndarray) -> None:
         """Return when these slots are filled. Raises what their loads raised; such experts are missing again."""
@@ -295,8 +295,8 @@ class Store:
             if failed:
                 self._cache.forget(np.array([load.slot]), load.bank, np.array([load.expert]))
                 raise failed
+            self._stage.settle(load.done.result())
         if loads:
-            self._stage.settle()
             self.counters.stall_s += time.perf_counter() - start
 
     def _release(self, number: int) -> None:

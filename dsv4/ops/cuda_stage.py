@@ -18,7 +18,6 @@ class DeviceStage:
         self._slots = launcher.empty((slots, slot_bytes), np.uint8)
         self.buffers = (launcher.pinned(slot_bytes), launcher.pinned(slot_bytes))
         self._copied: list[Any] = [None, None]  # by buffer: the event of the last copy from it
-        self._last: Any = None
 
     def slot(self, n: int) -> Array:
         return self._slots[n]
@@ -26,13 +25,13 @@ class DeviceStage:
     def mark(self) -> Any:
         return self._launcher.mark()
 
-    def send(self, half: int, slot: int, mark: Any) -> None:
-        self._last = self._copied[half] = self._launcher.copy(self.buffers[half], self._slots[slot], mark)
+    def send(self, half: int, slot: int, mark: Any) -> Any:
+        self._copied[half] = event = self._launcher.copy(self.buffers[half], self._slots[slot], mark)
+        return event
 
     def free(self, half: int) -> None:
         if self._copied[half] is not None:
             self._launcher.host_wait(self._copied[half])
 
-    def settle(self) -> None:
-        if self._last is not None:
-            self._launcher.wait(self._last)
+    def settle(self, copied: Any) -> None:
+        self._launcher.wait(copied)

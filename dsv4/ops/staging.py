@@ -30,15 +30,14 @@ class HostStage:
         """A point in the backend's work: all that was given to it so far. On a device: an event of its stream."""
         return None
 
-    def send(self, half: int, slot: int, mark: Any) -> None:
-        """Copy buffers[half] to a slot, after the work before `mark`, which may still read what the slot held.
-
-        On a device the copy may go on after this returns.
+    def send(self, half: int, slot: int, mark: Any) -> Any:
+        """Copy buffers[half] to a slot, after the work before `mark`, which may still read what the slot held → the copy,
+        for settle. On a device it may go on after this returns: an event of the stream for copies.
         """
         self._slots[slot] = self.buffers[half]
 
     def free(self, half: int) -> None:
         """Return when buffers[half] may be written: the copy from it, if there was one, has been made."""
 
-    def settle(self) -> None:
-        """Work given to the backend from now on comes after every copy sent so far. On a device without waiting."""
+    def settle(self, copied: Any) -> None:
+        """Work given to the backend from now on comes after this copy. On a device without waiting."""
