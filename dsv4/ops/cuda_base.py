@@ -14,6 +14,11 @@ Array = Any
 _GRID = 65535  # blocks of a grid's second and third dimension
 
 
+def ceil(n: int, size: int) -> int:
+    """How many of this size hold n."""
+    return -(-n // size)
+
+
 class CudaBase:
     """Arrays and launches. Everything goes to the launcher's one compute stream, in order; nothing here waits for it."""
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import BackendError, CheckpointError, InputError
-from .cuda_base import Array, CudaBase
+from .cuda_base import Array, CudaBase, ceil
 
 _THREADS, _WARPS = 256, 8
 _BLOCK = 128  # inputs per scale
@@ -23,10 +23,6 @@ _MAX_CHOICES = 32
 _BYTES = {"fp8": 1, "fp4": 1, "bf16": 2, "f32": 4}
 
 _i32, _f32 = np.int32, np.float32
-
-
-def _ceil(n: int, size: int) -> int:
-    return -(-n // size)
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Matrix:
 
     @property
     def blocks(self) -> int:
-        return _ceil(self.shape[1], _BLOCK)
+        return ceil(self.shape[1], _BLOCK)
 
 
 @dataclass(frozen=True)
@@ -107,10 +103,10 @@ class DenseMixin(CudaBase):
         if fmt in ("bf16", "f32"):
             return Matrix(fmt, shape, weight, None, weight.shape[1] * _BYTES[fmt])
         rows, size = weight.shape
-        stride = _ceil(size, _ALIGNED) * _ALIGNED
+        stride = ceil(size, _ALIGNED) * _ALIGNED
         if stride != size or self.launcher.address(weight) % _ALIGNED:
             padded = self.empty((rows, stride), np.uint8)
-            grid = (_ceil(rows * stride, _THREADS),)
+            grid = (ceil(rows * stride, _THREADS),)
             self.run("linear.cu", "pad_rows", grid, (_THREADS,), weight, padded, np.int64(rows), _i32(size), _i32(stride))
             weight = padded
         return Matrix(fmt, shape, weight, self._aligned(self.upload(scale)), stride)
@@ -120,7 +116,7 @@ class DenseMixin(CudaBase):
         if self.launcher.address(scale) % 4 == 0:
             return scale
         copy, size = self.empty(scale.shape, np.uint8), scale.size
-        grid = (_ceil(size, _THREADS),)
+        grid = (ceil(size, _THREADS),)
         self.run("linear.cu", "pad_rows", grid, (_THREADS,), scale, copy, np.int64(1), _i32(size), _i32(size))
         return copy
 
@@ -135,7 +131,7 @@ class DenseMixin(CudaBase):
         n, k = weight.shape
         expected = None
         if fmt == "fp8":
-            expected = (_ceil(n, _BLOCK), _ceil(k, _BLOCK))
+            expected = (ceil(n, _BLOCK), ceil(k, _BLOCK))
         elif fmt == "fp4":
             k *= 2
             expected = (n, k // 32)
@@ -182,7 +178,7 @@ class DenseMixin(CudaBase):
             return y
         if w.scale is None:
             rows = 1 if t == 1 else 8
-            grid = (_ceil(n // groups, 4 * _WARPS), _ceil(t, rows), groups)
+            grid = (ceil(n // groups, 4 * _WARPS), ceil(t, rows), groups)
             sizes = _i32(t), _i32(n // groups), _i32(k), _i32(slices)
             self.run("linear.cu", f"dense_{w.fmt}_{rows}", grid, (_THREADS,), x, w.weight, y, *sizes)
             return y
@@ -191,7 +187,7 @@ class DenseMixin(CudaBase):
         if height == 64 and slices > 1:
             part = self.empty((slices, t, n))
             self._product(w, packed, _Entries(t, height), _Out(part, n, n // groups, t * n), slices=slices, groups=groups)
-            grid = (_ceil(t * n, _THREADS),)
+            grid = (ceil(t * n, _THREADS),)
             self.run("linear.cu", "add_slices", grid, (_THREADS,), part, y, np.int64(t * n), _i32(slices))
         else:
             self._product(w, packed, _Entries(t, height), _Out(y, n, n // groups), slices=slices, groups=groups)
@@ -208,10 +204,10 @@ class DenseMixin(CudaBase):
 
     def _pack(self, x: Array, rows: int, k: int, rounded: bool) -> _Rows:
         """x, float32 [rows, k] in memory, as packed rows; rounded: to e4m3 first."""
-        blocks = _ceil(k, _BLOCK)
+        blocks = ceil(k, _BLOCK)
         high, scale = self.empty((rows, blocks, _BLOCK), np.uint16), self.empty((rows, blocks))
         low = None if rounded else self.empty((rows, blocks, _BLOCK), np.uint16)
-        grid = (_ceil(rows * blocks, _WARPS),)
+        grid = (ceil(rows * blocks, _WARPS),)
         sizes = _i32(rows), _i32(k), _i32(blocks), _i32(rounded)
         self.run("linear.cu", "pack_rows", grid, (_THREADS,), x, *sizes, high, low, scale)
         return _Rows(high, low, scale)
@@ -227,12 +223,12 @@ class DenseMixin(CudaBase):
         leaves, height = slices * parts, entries.height
         if height == 32 and leaves > 16 and entries.tiles is None:
             height = 8  # sums of 32 rows do not fit into shared memory
-        tiles = entries.most if entries.tiles is not None else _ceil(entries.end - entries.begin, height)
+        tiles = entries.most if entries.tiles is not None else ceil(entries.end - entries.begin, height)
         lanes = min(_WARPS, leaves)
         if height == 64:
-            grid, shared = (_ceil(n, _BLOCK), tiles, groups * slices), 0
+            grid, shared = (ceil(n, _BLOCK), tiles, groups * slices), 0
         else:
-            grid = (_ceil(n, 16 * _WARPS // lanes), tiles, groups)
+            grid = (ceil(n, 16 * _WARPS // lanes), tiles, groups)
             shared = 4 * _WARPS // lanes * leaves * height * 16
         step = (1, 0) if table is not None else (groups, 1)
         self.run(
@@ -260,7 +256,7 @@ class DenseMixin(CudaBase):
         if g.shape != u.shape or g.ndim != 2 or (weight is not None and weight.shape != g.shape[:1]):
             raise InputError(f"swiglu: expected g and u [n, inter] and weight [n], found {g.shape}, {u.shape}")
         y, (rows, n) = self.empty(g.shape), g.shape
-        grid = (_ceil(rows * n, _THREADS),)
+        grid = (ceil(rows * n, _THREADS),)
         self.run("moe.cu", "swiglu", grid, (_THREADS,), g, u, weight, y, _i32(rows), _i32(n), _f32(limit))
         return y
 
@@ -274,7 +270,7 @@ class DenseMixin(CudaBase):
 
         def combine(z: Array, first: int, width: int) -> None:
             sizes = map(_i32, (t, k, slices, width, first, d))
-            self.run("moe.cu", "combine", (_ceil(width, _THREADS), t), (_THREADS,), z, place, y, *sizes)
+            self.run("moe.cu", "combine", (ceil(width, _THREADS), t), (_THREADS,), z, place, y, *sizes)
 
         self._products(x, [(bank.experts[0], routed), (bank.shared, shared)], factor, bank, limit, slices, combine)
         return y
@@ -299,7 +295,7 @@ class DenseMixin(CudaBase):
 
         def add(z: Array, first: int, width: int) -> None:
             sizes = map(_i32, (t, k, lanes, slices, width, first, d, shared))
-            self.run("moe.cu", "add_parts", (_ceil(width, _THREADS), t), (_THREADS,), z, place, where, sums, *sizes)
+            self.run("moe.cu", "add_parts", (ceil(width, _THREADS), t), (_THREADS,), z, place, where, sums, *sizes)
 
         self._products(x, work, factor, bank, limit, slices, add)
 
@@ -307,7 +303,7 @@ class DenseMixin(CudaBase):
         (t, lanes, slices, d), y = sums.shape, self.empty((len(sums), sums.shape[3]))
         if t:
             sizes = map(_i32, (lanes, slices, d))
-            self.run("moe.cu", "add_lanes", (_ceil(d, _THREADS), t), (_THREADS,), sums, y, *sizes)
+            self.run("moe.cu", "add_lanes", (ceil(d, _THREADS), t), (_THREADS,), sums, y, *sizes)
         return y
 
     def _check_moe(self, x: Array, ids: Array, weights: Array, bank: Bank, slices: int) -> int:
@@ -361,9 +357,9 @@ class DenseMixin(CudaBase):
 
     def _activate(self, products: Array, factor: Array, limit: float) -> _Rows:
         _, entries, inner = products.shape
-        blocks = _ceil(inner, _BLOCK)
+        blocks = ceil(inner, _BLOCK)
         high, scale = self.empty((entries, blocks, _BLOCK), np.uint16), self.empty((entries, blocks))
-        grid = (_ceil(entries * blocks, _WARPS),)
+        grid = (ceil(entries * blocks, _WARPS),)
         sizes = _i32(entries), _i32(inner), _i32(blocks), _f32(limit)
         self.run("moe.cu", "activate", grid, (_THREADS,), products, factor, *sizes, high, scale)
         return _Rows(high, None, scale)

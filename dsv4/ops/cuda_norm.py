@@ -8,16 +8,12 @@ import numpy as np
 
 from ..errors import BackendError
 from . import Mix
-from .cuda_base import Array, CudaBase
+from .cuda_base import Array, CudaBase, ceil
 
 _THREADS = 256
 _HC_CHUNK = 1024
 _MAX_STREAMS = 16
 _i32, _f32 = np.int32, np.float32
-
-
-def blocks(n: int, size: int) -> int:
-    return -(-n // size)
 
 
 class NormMixin(CudaBase):
@@ -26,18 +22,18 @@ class NormMixin(CudaBase):
     def embed(self, table: Array, tokens: Array, streams: int) -> Array:
         out = self.empty((len(tokens), streams, table.shape[1]))
         d = table.shape[1]
-        self.run("formats.cu", "embed", (blocks(d, 256), len(tokens)), (256,), table, tokens, out, _i32(d), _i32(streams))
+        self.run("formats.cu", "embed", (ceil(d, 256), len(tokens)), (256,), table, tokens, out, _i32(d), _i32(streams))
         return out
 
     def act_quant(self, x: Array) -> Array:
         t, k = x.shape
         y = self.empty(x.shape)
-        self.run("formats.cu", "act_quant", (blocks(blocks(k, 128), 8), t), (256,), x, y, _i32(k))
+        self.run("formats.cu", "act_quant", (ceil(ceil(k, 128), 8), t), (256,), x, y, _i32(k))
         return y
 
     def has_nonfinite(self, x: Array) -> bool:
         found = self.launcher.zeros(1, np.int32)
-        self.run("formats.cu", "find_nonfinite", (blocks(x.size, 1024),), (256,), x, found, np.int64(x.size))
+        self.run("formats.cu", "find_nonfinite", (ceil(x.size, 1024),), (256,), x, found, np.int64(x.size))
         return bool(self.launcher.download(found)[0])
 
     def rmsnorm(self, x: Array, w: Array, eps: float) -> Array:
@@ -67,7 +63,7 @@ class NormMixin(CudaBase):
         if m > _MAX_STREAMS:
             raise BackendError(f"backend cuda: expected at most {_MAX_STREAMS} hyper-connection streams, found {m}")
         outputs, width = hc.fn.shape
-        chunks = blocks(width, _HC_CHUNK)
+        chunks = ceil(width, _HC_CHUNK)
         partial, u = self.empty((t, chunks, outputs + 1)), self.empty((t, d))
         fn = hc.fn.weight
         self.run("norm.cu", "hc_mixes", (chunks, t), (_THREADS,), h, fn, partial, _i32(width), _i32(outputs))
@@ -81,12 +77,12 @@ class NormMixin(CudaBase):
     def hc_post(self, y: Array, h: Array, mix: Mix) -> Array:
         t, m, d = h.shape
         out = self.empty(h.shape)
-        grid = (blocks(d, _THREADS), t)
+        grid = (ceil(d, _THREADS), t)
         self.run("norm.cu", "hc_post", grid, (_THREADS,), y, h, mix.post, mix.comb, out, _i32(m), _i32(d))
         return out
 
     def mean_streams(self, h: Array) -> Array:
         t, m, d = h.shape
         y = self.empty((t, d))
-        self.run("norm.cu", "mean_streams", (blocks(d, _THREADS), t), (_THREADS,), h, y, _i32(m), _i32(d))
+        self.run("norm.cu", "mean_streams", (ceil(d, _THREADS), t), (_THREADS,), h, y, _i32(m), _i32(d))
         return y

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import InputError
 from . import IndexCache, KeyCache, Ring, Rope
-from .cuda_base import Array
+from .cuda_base import Array, ceil
 from .cuda_places import PlacesMixin
 
 THREADS = 256  # of a block where each thread works by itself
@@ -29,7 +29,7 @@ i32, f32 = np.int32, np.float32
 
 def blocks_for(n: int, each: int) -> tuple[int]:
     """A grid of blocks that take `each` of n."""
-    return (-(-n // each),)
+    return (ceil(n, each),)
 
 
 class RowsMixin(PlacesMixin):
@@ -95,7 +95,7 @@ class RowsMixin(PlacesMixin):
         groups = self._attend_groups(q, parts)
         (cache0, places0), (cache1, places1) = parts[0], parts[-1]
         n0, n1 = places0.shape[1], places1.shape[1] if len(parts) == 2 else 0
-        blocks, tiles = -(-heads // 16), -(-(n0 + n1) // TILE)
+        blocks, tiles = ceil(heads, 16), ceil(n0 + n1, TILE)
         aside = t * blocks < BLOCKS and tiles > 1  # tiles side by side, or one after the other
         need = blocks * groups * 1024 + (tiles * heads * dim if aside else 0)
         some = max(1, min(SCRATCH // need, 65535))
@@ -123,7 +123,7 @@ class RowsMixin(PlacesMixin):
                 raise InputError(f"attend: expected keys of {dim} dims and places of {t} rows, found {plain + rope_dim} and {len(places)}")
             if rope_dim > 64 or plain > 448:
                 raise InputError(f"attend: expected keys of at most 448 plain and 64 rotated dims, found {plain} and {rope_dim}")
-        return -(-plain // 64) + 1
+        return ceil(plain, 64) + 1
 
     @staticmethod
     def _attend_how(groups: int) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class RowsMixin(PlacesMixin):
     def _attend_prepare(self, q: Array, places: tuple, groups: int, rope_dim: int) -> tuple[Array, ...]:
         """(keys that each row sees, their numbers, its queries as fragments, the scales of these)."""
         t, heads, dim = q.shape
-        blocks, width = -(-heads // 16), int(places[1] + places[3])
+        blocks, width = ceil(heads, 16), int(places[1] + places[3])
         listed, counts = self.empty((t, width), i32), self.empty((t, 2), i32)
         fragments, scales = self.empty((t, blocks, groups * 1024), np.uint32), self.empty((t, blocks, groups, 16))
         self.run("attention.cu", "attend_prepare", (t, 1 + blocks), (THREADS,), q, *places, listed, counts, fragments, scales,
@@ -145,7 +145,7 @@ class RowsMixin(PlacesMixin):
         """A block for every tile, and one that joins them."""
         t, heads, dim = out.shape
         seen, part = self.empty((t, heads, tiles, 2)), self.empty((t, heads, tiles, dim))
-        grid, how = (tiles, -(-heads // 16), t), self._attend_how(groups)
+        grid, how = (tiles, ceil(heads, 16), t), self._attend_how(groups)
         self.run("attention.cu", "attend_tiles", grid, (128,), *lists, *caches, seen, part, *sizes, **how)
         self.run("attention.cu", "attend_merge", (t * heads,), (128,), seen, part, sink, lists[1], out,
                  i32(heads), i32(dim), i32(tiles), defines=how["defines"])  # fmt: skip
@@ -203,14 +203,14 @@ class RowsMixin(PlacesMixin):
         if dim != 2 * cache.codes.shape[1]:
             raise InputError(f"indexer: expected queries of {2 * cache.codes.shape[1]} dims, found {dim}")
         groups, chosen = self._groups(dim), self.empty((t, k), i32)
-        tiles = -(-heads // 16)
+        tiles = ceil(heads, 16)
         shared = tiles * (groups["GROUPS"] * (1024 + 64) + 64)
         some = max(1, min(SCRATCH // max(most, 1), 65535))
         for start in range(0, t, some):
             rows = slice(start, min(start + some, t))
             n = rows.stop - start
             scores = self.empty((n, most))
-            grid = (min(-(-most // SCORED), max(1, 4 * BLOCKS // n)), n)
+            grid = (min(ceil(most, SCORED), max(1, 4 * BLOCKS // n)), n)
             self.run("indexer.cu", "index_scores", grid, (128,), q[rows], w[rows], *cache, slots[rows], visible[rows], pages, scores,
                      i32(heads), i32(pages.shape[1]), i32(page_entries), i32(k), np.int64(most), f32((dim * heads) ** -0.5),
                      shared=shared, defines=groups)  # fmt: skip
