@@ -139,7 +139,7 @@ class Engine:
         self.close()
 
     def session(self) -> Session:
-        """A new, empty sequence."""
+        """A new, empty sequence. Raises CapacityError where `max_sessions` are open."""
         return Session(self)
 
     def generate(
@@ -147,7 +147,9 @@ class Engine:
     ) -> Iterator[GeneratedStep]:
         """Tokens and text of a continuation, as they come. prompt: text (needs a tokenizer) or token ids.
 
-        spec: off, always or gate, or a rule of the gate; it changes the speed and nothing else.
+        spec: off, always or gate, or a rule of the gate; it changes the speed and nothing else. progress(stage, done, total):
+        tokens of the prompt. Raises InputError for a prompt or parameters that this engine cannot serve, ConfigError for
+        another spec: at the call, before the first step.
         """
         from .generate import stream
 

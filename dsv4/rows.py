@@ -29,7 +29,10 @@ class Rows:
 
     @classmethod
     def of(cls, slot: int, start: int, tokens, wanted="last") -> Rows:
-        """Rows of one sequence from position `start`; wanted: "last", "all", "none" or row numbers."""
+        """Rows of one sequence from position `start`; tokens: ids [T]; wanted: "last", "all", "none" or ascending row numbers.
+
+        Raises InputError for anything else in `wanted`.
+        """
         tokens = np.asarray(tokens, np.int32)
         n = len(tokens)
         if isinstance(wanted, str):
@@ -74,7 +77,7 @@ class Rows:
 
     @classmethod
     def pack(cls, parts: list[Rows]) -> Rows:
-        """Rows of several sequences in one forward; each slot appears in one part only."""
+        """Rows of several sequences in one forward; each slot appears in one part only, or InputError."""
         if len(parts) == 1:
             return parts[0]
         slots = [int(p.slots[0]) for p in parts if len(p)]
