@@ -148,7 +148,7 @@ def run(capsys, *options):
     return status, output.out, output.err
 
 
-def test_the_issues_own_command(capsys):
+def test_the_command_of_the_page(capsys):
     options = ("--gpus", "4x22", "--ram", "256", "--pcie", "3", "--bandwidth", "100")
     status, text, _ = run(capsys, *options)
     assert status == 0
