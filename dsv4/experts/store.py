@@ -24,7 +24,7 @@ from ..ops import Ops
 from .cache import Cache
 from .sources import Source, read_expert
 
-SUMS = 64 << 20  # bytes of sums that rows may take while their experts come
+SUMS = 64 << 20  # bytes up to which every choice of a row may have a sum of its own while experts come
 
 
 @dataclass
@@ -86,7 +86,8 @@ def slots_for(budget: int, slot_bytes: int, per_token: int, experts: int) -> int
 
 def sum_bytes(rows: int, per_token: int, slices: int, d: int) -> int:
     """Of the sums of a forward of at most so many rows while their experts come."""
-    return min(rows * (per_token + 1) * slices * d * 4, max(SUMS, slices * d * 4))
+    row = slices * d * 4
+    return min(rows * (per_token + 1) * row, max(SUMS, rows * row))
 
 
 class Store:
@@ -156,7 +157,7 @@ class Store:
             matrices, places = self._choices(layer.chosen, bank, needed, slots)
             y = self._ops.moe(x, self._ops.table(places), weights, matrices, limit, slices)
         else:
-            y = self._in_passes(layer, slices)
+            y = self._as_they_come(layer, slices)
         self._release(bank.number)
         self._busy = False
         return y
@@ -181,24 +182,12 @@ class Store:
         numbers[experts] = np.arange(len(experts))
         return self._ops.bank([self._matrices[slot] for slot in slots], bank.shared), numbers[chosen]
 
-    def _in_passes(self, layer: Layer, slices: int) -> Any:
-        """The layer's sums for as many rows at a time as SUMS allows: each pass reads an expert once."""
-        t, d = layer.x.shape
-        most = max(1, SUMS // (4 * slices * d))
-        if t <= most:
-            return self._pass(layer, slices, most)
-        y = self._ops.zeros((t, d), np.float32)
-        for first in range(0, t, most):
-            rows = slice(first, first + most)
-            part = layer._replace(x=layer.x[rows], chosen=layer.chosen[rows], weights=layer.weights[rows])
-            y[rows] = self._pass(part, slices, most)
-        return y
-
-    def _pass(self, layer: Layer, slices: int, most: int) -> Any:
-        """Rows whose sums fit. Where each choice can have its own, what is there computes while the rest travels."""
-        t, k = layer.chosen.shape
-        ascending = t * (k + 1) > most
-        sums = self._ops.moe_begin(t, 1 if ascending else k + 1, slices, layer.x.shape[1])
+    def _as_they_come(self, layer: Layer, slices: int) -> Any:
+        """Every expert once, for all rows. Where each choice can have its own sum, what is there computes while the rest
+        travels."""
+        (t, k), d = layer.chosen.shape, layer.x.shape[1]
+        ascending = t * (k + 1) * slices * d * 4 > SUMS
+        sums = self._ops.moe_begin(t, 1 if ascending else k + 1, slices, d)
         nobody, shared = np.zeros(0, np.int64), not ascending
         with closing(self._arrivals(layer.bank, np.unique(layer.chosen), ascending)) as arrivals:
             for experts, slots in arrivals:
