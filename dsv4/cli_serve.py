@@ -52,6 +52,8 @@ def serve(model, host, port, api_key, name, settings, max_sessions, **limits):
            -d '{"model": "nano", "messages": [{"role": "user", "content": "Hello"}]}'
     """
     key = _key(api_key)
+    if limits["prefix_dir"] and not limits["prefix_cache"]:
+        raise click.UsageError("--prefix-dir needs a --prefix-cache above 0")
     missing = [package for package in NEEDS if find_spec(package) is None]
     if missing:
         raise BackendError(f"serve: expected {', '.join(NEEDS)}; found no {', '.join(missing)}; {install('serve')}")

@@ -90,8 +90,8 @@ class Engine:
         crew = Crew(comm or open_communicator(World.from_env()))
         with crew.together(GRACE):
             path, settings = crew.greet(path, settings)
-            parts = load_model(crew, model_directory(path), progress, settings)
-            engine = cls(**parts, gate=GateSettings.from_env(**gate or {}))
+            rules = GateSettings.from_env(**gate or {})  # a wrong one is told before the load, which may take minutes
+            engine = cls(**load_model(crew, model_directory(path), progress, settings), gate=rules)
             crew.ready()
         return engine
 

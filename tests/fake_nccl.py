@@ -19,7 +19,7 @@ def on_device(array):
     return np.ascontiguousarray(array).view(Pointed)
 
 
-def fake_cupy(threads, calls):
+def cupy_with_nccl(threads, calls):
     """The module for one rank. threads: its dsv4.comm.Threads, which carries the bytes; calls: (name, …) are added."""
 
     def read(pointer, count):

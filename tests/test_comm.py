@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 from comm_body import body, parts_of, tree
-from fake_nccl import fake_cupy, on_device
+from fake_nccl import cupy_with_nccl, on_device
 
 from dsv4.comm import Nccl, RankError, Single, Threads
 from dsv4.errors import BackendError
@@ -45,7 +45,7 @@ def test_nccl_against_a_stand_in(size):
     controls, wires, calls = Threads.group(size), Threads.group(size), [[] for _ in range(size)]
 
     def job(rank):
-        comm = Nccl(controls[rank], fake_cupy(wires[rank], calls[rank]))
+        comm = Nccl(controls[rank], cupy_with_nccl(wires[rank], calls[rank]))
         body(comm, on_device)
         comm.close()
 

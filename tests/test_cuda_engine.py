@@ -7,7 +7,7 @@ import pytest
 from compare import rel_l2_rows, same_bits, same_state, state_of
 from cuda_ops import emulated, only_emulated
 from emulation.launcher import REVERSE
-from fake_nccl import fake_cupy
+from fake_nccl import cupy_with_nccl
 from rank_threads import crew_of
 from test_golden_e2e import CLEAN, STEADY, expected, golden, open_model, open_pool
 
@@ -292,7 +292,7 @@ def test_ranks_with_a_device_each(engine, checkpoint_dir, monkeypatch):
         return emulated(threads=1)
 
     def nccl(control):
-        cupy = fake_cupy(control, [])
+        cupy = cupy_with_nccl(control, [])
         cupy.empty = emulated().launcher.empty
         return Nccl(control, cupy)
 

@@ -131,6 +131,7 @@ def test_refused_at_the_start():
     assert "API key: expected printable ASCII" in refused(DSV4_API_KEY="")
     assert "DSV4_API_KEYS: unknown variable" in refused("--port", 0, DSV4_API_KEYS="x")
     assert "--port" in refused("--port", 70000) and "--max-queue" in refused("--max-queue", 0)
+    assert "--prefix-dir needs" in refused("--prefix-dir", "/tmp", "--prefix-cache", 0, "--model", "/nowhere")
 
 
 def test_what_is_not_installed_is_named(monkeypatch, capsys):
