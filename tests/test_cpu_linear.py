@@ -158,21 +158,10 @@ def test_weights_at_odd_addresses(cpu, fmt):
 
 
 GUARDED = """
-import ctypes, mmap, sys
-import numpy as np
+import sys
 from cpu_cases import FORMATS, inputs, weights
+from guard_page import at_the_end
 from dsv4.ops.cpu import CpuOps
-
-protect = ctypes.CDLL(None, use_errno=True).mprotect
-protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-def at_the_end(array):
-    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    room = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
-    assert protect(room.ctypes.data + size, mmap.PAGESIZE, 0) == 0
-    view = room[size - array.nbytes : size]
-    view[:] = array.reshape(-1).view(np.uint8)
-    return view.view(array.dtype).reshape(array.shape)
 
 cpu = CpuOps(1, sys.argv[1])
 for fmt in FORMATS:

@@ -4,40 +4,12 @@ import numpy as np
 import pytest
 from compare import rel_l2, same_bits
 from cpu_cases import ISAS, inputs, poison, weights
+from moe_cases import CASES, all_to_one_expert, bank_of, in_calls, layer, odd_ids, one_by_one, routing
 from ops_cases import moe_in_calls
 
 from dsv4.errors import CheckpointError, InputError
 from dsv4.ops.cpu import CpuOps
 from dsv4.ops.reference import ReferenceOps
-
-# d, inner, experts, per row, slices, limit, format of the routed experts
-CASES = [
-    (256, 512, 6, 2, 4, 10.0, "fp4"),
-    (384, 160, 3, 3, 1, 0.0, "fp4"),  # the last block of 128 is short
-    (160, 1024, 9, 4, 8, 1.0, "fp4"),
-    (256, 256, 4, 1, 2, 10.0, "fp8"),
-]
-
-
-def layer(d, inner, experts, fmt):
-    """(w1, w2, w3) arguments of ops.matrix for every expert and the shared one."""
-
-    def one(fmt, seed):
-        return weights(fmt, inner, d, seed), weights(fmt, d, inner, seed + 1), weights(fmt, inner, d, seed + 2)
-
-    return [one(fmt, 10 * e) for e in range(experts)], one("fp8", 10 * experts)
-
-
-def bank_of(ops, layer):
-    experts, shared = layer
-    return ops.bank([tuple(ops.matrix(*w) for w in e) for e in experts], tuple(ops.matrix(*w) for w in shared))
-
-
-def routing(t, experts, k):
-    rng = np.random.default_rng([t, experts, k])
-    ids = np.sort(np.argsort(rng.random((t, experts)), axis=1)[:, :k], axis=1).astype(np.int32)
-    return ids, rng.random((t, k), np.float32)
-
 
 @pytest.fixture(params=ISAS)
 def cpu(request):
@@ -48,34 +20,8 @@ def cpu(request):
 def test_experts_are_linears_in_ascending_order(cpu, case):
     """Against the small ops, bit by bit: each slice sums its experts from the lowest id, then the tree."""
     d, inner, experts, k, slices, limit, fmt = case
-    routed, shared = layer(d, inner, experts, fmt)
-    x, (ids, weight) = inputs(5, d), routing(5, experts, k)
-
-    def part(arrays, i):
-        fmt, *arrays = arrays
-        cut = [np.ascontiguousarray(np.split(a, slices, axis=1)[i]) if slices > 1 else a for a in arrays]
-        return cpu.matrix(fmt, *cut)
-
-    def expert(row, w, factor):
-        w1, w2, w3 = w
-        row = cpu.act_quant(row)
-        act = cpu.swiglu(cpu.linear(row, cpu.matrix(*w1)), cpu.linear(row, cpu.matrix(*w3)), factor, limit)
-        act = cpu.act_quant(act)
-        return [
-            cpu.linear(np.ascontiguousarray(np.split(act, slices, axis=1)[i]), part(w2, i)) for i in range(slices)
-        ]
-
-    y = cpu.moe(x, ids, weight, bank_of(cpu, (routed, shared)), limit, slices)
-    for t in range(5):
-        row = x[t : t + 1]
-        sums = [np.zeros((1, d), np.float32) for _ in range(slices)]
-        parts = [expert(row, routed[e], weight[t, j : j + 1]) for j, e in enumerate(ids[t])]
-        parts.append(expert(row, shared, None))
-        for slice_parts in parts:
-            sums = [s + p for s, p in zip(sums, slice_parts)]
-        while len(sums) > 1:
-            sums = [a + b for a, b in zip(sums[::2], sums[1::2])]
-        same_bits(y[t : t + 1], sums[0], f"row {t}")
+    arrays, given = layer(d, inner, experts, fmt), (inputs(5, d), *routing(5, experts, k))
+    same_bits(cpu.moe(*given, bank_of(cpu, arrays), limit, slices), one_by_one(cpu, arrays, *given, limit, slices))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -106,24 +52,11 @@ def test_rows_threads_and_instruction_sets_do_not_show(case):
 
 
 def test_every_row_to_one_expert(cpu):
-    d, inner, experts = 128, 128, 5
-    bank, x = bank_of(cpu, layer(d, inner, experts, "fp4")), inputs(150, d)
-    ids, weight = np.full((150, 1), 3, np.int32), np.ones((150, 1), np.float32)
-    y = cpu.moe(x, ids, weight, bank, 10.0, 1)
-    for t in (0, 63, 64, 149):
-        r = slice(t, t + 1)
-        same_bits(y[r], cpu.moe(x[r], ids[r], weight[r], bank, 10.0, 1))
+    all_to_one_expert(cpu)
 
 
 def test_many_experts_by_odd_ids(cpu):
-    """Above 255, where a byte ends, and odd above 256, where bf16 rounds."""
-    d, inner, experts = 32, 32, 391
-    arrays = layer(d, inner, experts, "fp4")
-    x, ids = inputs(4, d), np.int32([[0, 255, 257], [256, 383, 390], [1, 127, 383], [31, 32, 33]])
-    weight = np.random.default_rng(1).random((4, 3), np.float32)
-    reference = ReferenceOps()
-    expected = reference.moe(x, ids, weight, bank_of(reference, arrays), 10.0, 1)
-    assert rel_l2(cpu.moe(x, ids, weight, bank_of(cpu, arrays), 10.0, 1), expected) <= 1e-6
+    odd_ids(cpu, 1e-6)
 
 
 def test_rounded_inputs_from_the_least_to_the_most():
@@ -248,18 +181,6 @@ def test_an_expert_chosen_twice_counts_twice():
 
 
 # ---------------------------------------------------------------------- in several calls
-def in_calls(ops, case, t, order):
-    """A layer in one call and in several: with a lane for each choice in the given order of experts, and ascending with one."""
-    d, inner, experts, k, slices, limit, fmt = case
-    bank, given = bank_of(ops, layer(d, inner, experts, fmt)), (inputs(t, d), *routing(t, experts, k))
-    calls = [order[i : i + 2] for i in range(0, experts, 2)]
-    sizes = limit, slices
-    yield "whole", ops.moe(*given, bank, *sizes)
-    yield "any order", moe_in_calls(ops, given, bank, *sizes, k + 1, calls)
-    yield "nobody at first", moe_in_calls(ops, given, bank, *sizes, k + 1, [[], *calls])
-    yield "ascending", moe_in_calls(ops, given, bank, *sizes, 1, [range(i, i + 3) for i in range(0, experts, 3)])
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_calls_do_not_show(cpu, case):
     for t in (1, 3, 70):

@@ -193,21 +193,9 @@ def test_operands_at_odd_multiples_of_eight(cuda, fmt):
 
 
 GUARDED = """
-import ctypes, mmap
-import numpy as np
 from cpu_cases import FORMATS, inputs, weights
-from cuda_ops import HostOps, emulated, only_emulated
-
-protect = ctypes.CDLL(None, use_errno=True).mprotect
-protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-def at_the_end(array):
-    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    room = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
-    assert protect(room.ctypes.data + size, mmap.PAGESIZE, 0) == 0
-    view = room[size - array.nbytes : size]
-    view[:] = array.reshape(-1).view(np.uint8)
-    return view.view(array.dtype).reshape(array.shape)
+from cuda_ops import HostOps, emulated
+from guard_page import at_the_end
 
 cuda = HostOps(emulated())
 for fmt in FORMATS:

@@ -6,7 +6,7 @@ from compare import rel_l2, same_bits
 from cpu_cases import inputs, weights
 from cuda_ops import HostOps, emulated, launch
 from emulation.launcher import REVERSE
-from test_cpu_moe import CASES, bank_of, in_calls, layer, routing
+from moe_cases import CASES, all_to_one_expert, bank_of, in_calls, layer, odd_ids, one_by_one, routing
 
 from dsv4.errors import CheckpointError, InputError
 from dsv4.ops import cuda_dense
@@ -27,33 +27,8 @@ def test_accuracy(cuda, case):
 def test_experts_are_linears_in_ascending_order(cuda, case):
     """Against the small ops, bit by bit: each slice sums its experts from the lowest id, then the tree."""
     d, inner, experts, k, slices, limit, fmt = case
-    routed, shared = layer(d, inner, experts, fmt)
-    x, (ids, weight) = inputs(3, d), routing(3, experts, k)
-
-    def part(arrays, i):
-        fmt, *arrays = arrays
-        cut = [np.ascontiguousarray(np.split(a, slices, axis=1)[i]) if slices > 1 else a for a in arrays]
-        return cuda.matrix(fmt, *cut)
-
-    def expert(row, w, factor):
-        w1, w2, w3 = w
-        row = cuda.act_quant(row)
-        act = cuda.swiglu(cuda.linear(row, cuda.matrix(*w1)), cuda.linear(row, cuda.matrix(*w3)), factor, limit)
-        act = cuda.act_quant(act)
-        pieces = np.split(act, slices, axis=1)
-        return [cuda.linear(np.ascontiguousarray(pieces[i]), part(w2, i)) for i in range(slices)]
-
-    y = cuda.moe(x, ids, weight, bank_of(cuda, (routed, shared)), limit, slices)
-    for t in range(3):
-        row = x[t : t + 1]
-        sums = [np.zeros((1, d), np.float32) for _ in range(slices)]
-        parts = [expert(row, routed[e], weight[t, j : j + 1]) for j, e in enumerate(ids[t])]
-        parts.append(expert(row, shared, None))
-        for slice_parts in parts:
-            sums = [s + p for s, p in zip(sums, slice_parts)]
-        while len(sums) > 1:
-            sums = [a + b for a, b in zip(sums[::2], sums[1::2])]
-        same_bits(y[t : t + 1], sums[0], f"row {t}")
+    arrays, given = layer(d, inner, experts, fmt), (inputs(3, d), *routing(3, experts, k))
+    same_bits(cuda.moe(*given, bank_of(cuda, arrays), limit, slices), one_by_one(cuda, arrays, *given, limit, slices))
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
@@ -83,23 +58,11 @@ def test_any_order_of_threads():
 
 
 def test_every_row_to_one_expert(cuda):
-    d, inner, experts = 128, 128, 5
-    bank, x = bank_of(cuda, layer(d, inner, experts, "fp4")), inputs(150, d)
-    ids, weight = np.full((150, 1), 3, np.int32), np.ones((150, 1), np.float32)
-    y = cuda.moe(x, ids, weight, bank, 10.0, 1)
-    for t in (0, 63, 64, 149):
-        r = slice(t, t + 1)
-        same_bits(y[r], cuda.moe(x[r], ids[r], weight[r], bank, 10.0, 1))
+    all_to_one_expert(cuda)
 
 
 def test_many_experts_by_odd_ids(cuda):
-    d, inner, experts = 32, 32, 391
-    arrays = layer(d, inner, experts, "fp4")
-    x, ids = inputs(4, d), np.int32([[0, 255, 257], [256, 383, 390], [1, 127, 383], [31, 32, 33]])
-    weight = np.random.default_rng(1).random((4, 3), np.float32)
-    reference = ReferenceOps()
-    expected = reference.moe(x, ids, weight, bank_of(reference, arrays), 10.0, 1)
-    assert rel_l2(cuda.moe(x, ids, weight, bank_of(cuda, arrays), 10.0, 1), expected) <= 3e-7
+    odd_ids(cuda, 3e-7)
 
 
 def test_outputs_in_several_goes(cuda, monkeypatch):
