@@ -1,5 +1,7 @@
 """Every CUDA kernel compiles for every supported architecture, and none spills registers. No GPU needed."""
 
+from pathlib import Path
+
 import pytest
 from tools import compile_gate
 
@@ -21,6 +23,14 @@ def test_compiles_everywhere_without_spills(name):
     assert {u.arch for u in usages} == set(compile_gate.ARCHITECTURES)
     assert not [u for u in usages if u.spills]
     assert not [u for u in usages if u.shared > 48 << 10], "static shared memory ends at 48 KB"
+
+
+def test_the_page_of_registers_has_every_kernel():
+    page = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "cuda-registers.md"
+    if not page.exists():
+        pytest.skip("needs a checkout")
+    listed = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in page.read_text("utf-8").splitlines() if ".cu |" in line}
+    assert listed == {(name, kernel) for name in FILES for kernel in kernels.kernel_names(kernels.inline(name))}
 
 
 @pytest.mark.parametrize("arch", [(7, 5), (9, 0)])

@@ -93,7 +93,7 @@ def table(usages: list[Usage]) -> str:
 HEAD = """# Registers of the CUDA kernels
 
 Registers a thread by architecture; the largest of all architectures for the rest. Made by
-`python tests/tools/compile_gate.py --write docs/measurements/cuda-registers.md` with NVRTC {version} and the flags of
+`.venv/bin/python tests/tools/compile_gate.py --write docs/measurements/cuda-registers.md` with NVRTC {version} and the flags of
 `dsv4/ops/nvrtc.py`; no GPU is needed. CI compiles the same and fails where a kernel spills.
 
 """
