@@ -40,6 +40,14 @@ def test_command_exists(line):
         assert option in usage(names), f"{' '.join(names)} has no {option}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    text = page.read_text("utf-8")
+    links = [page.parent / link for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", text)]
+    named = [ROOT / name for name in re.findall(r"(?<![\w/.-])(?:\./)?((?:tests|docs|launch|dsv4|pyx|cuda)/[\w./]*\w\.\w+)", text)]
+    assert not [path for path in links + named if not path.exists()]
+
+
 def test_the_readme_program_runs(tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", PAGES[0].read_text("utf-8"), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
