@@ -54,15 +54,13 @@ static void FN(quads)(const float *x, float *y, int64_t rows, int64_t k)
         }
 }
 
-/* The sums of n accumulators, n <= 16. */
+/* The sums of n accumulators. */
 INLINE void FN(sums)(const v16 *acc, const int n, float *sum)
 {
     int i = 0;
 #ifdef V16_SUM16
-    if (n == 16) {
-        v16_store(sum, v16_sum16(acc));
-        return;
-    }
+    for (; i + 16 <= n; i += 16) v16_store(sum + i, v16_sum16(acc + i));
+    for (; i + 8 <= n; i += 8) v16_sum8(acc + i, sum + i);
 #endif
 #pragma GCC unroll 4
     for (; i + 4 <= n; i += 4) v16_sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], sum + i);
@@ -131,7 +129,6 @@ static inline const uint8_t *FN(scales_ahead)(struct ahead to, int c)
     return to.w->scale + (to.w->format == FORMAT_FP4 ? (to.n + c) * to.w->scale_stride : 0);
 }
 
-#include "gemm_tile.h"
 #ifdef V16_BF16
 #include "gemm_pairs.h"
 #include "gemm_codes.h"
@@ -319,29 +316,33 @@ static int FN(look)(struct FN(chunk) *chunk, const struct matrix *w, const struc
     return ok;
 }
 
-/* len weights of one output as floats (FP4: without their scales), the last step filled up with zeros. Any scale, any
- * code. */
+/* One step of an output as floats (FP4: without their scales). Any scale, any code. */
+INLINE void FN(decode_step)(const int form, const uint8_t *p, float scale, const uint8_t *fetch, float *out)
+{
+    for (int i = 0; i < FN(step_bytes)[form]; i += 64) __builtin_prefetch(fetch + i);
+    if (form == FORMAT_FP4) {
+        v16 q[4];
+        v16_e2m1_quads(p, q);
+        for (int i = 0; i < 4; i++) v16_store(out + 16 * i, q[i]);
+    } else if (form == FORMAT_FP8) {
+        for (int i = 0; i < 8; i++) v16_store(out + 16 * i, v16_mul(v16_e4m3(p + 16 * i), v16_set1(scale)));
+    } else {
+        for (int i = 0; i < 2; i++) v16_store(out + 16 * i, FN(decode)(form, p, i));
+    }
+}
+
+/* len weights of one output, the last step filled up with zeros. */
 INLINE void FN(decode_row)(const int form, const uint8_t *p, const float *scale, const uint8_t *fetch, int64_t len,
                            float *out)
 {
     const int step = FN(step)[form], bytes = FN(step_bytes)[form];
-    uint8_t padded[128];
-    for (int64_t k = 0; k < len; k += step, p += bytes, fetch += bytes, out += step) {
-        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(fetch + i);
-        if (len - k < step) {
-            memset(padded, 0, sizeof padded);
-            p = memcpy(padded, p, (size_t)((len - k) * bytes / step));
-        }
-        if (form == FORMAT_FP4) {
-            v16 q[4];
-            v16_e2m1_quads(p, q);
-            for (int i = 0; i < 4; i++) v16_store(out + 16 * i, q[i]);
-        } else if (form == FORMAT_FP8) {
-            for (int i = 0; i < 8; i++)
-                v16_store(out + 16 * i, v16_mul(v16_e4m3(p + 16 * i), v16_set1(scale[k / 128])));
-        } else {
-            for (int i = 0; i < 2; i++) v16_store(out + 16 * i, FN(decode)(form, p, i));
-        }
+    int64_t k = 0;
+    for (; k + step <= len; k += step, p += bytes, fetch += bytes)
+        FN(decode_step)(form, p, form == FORMAT_FP8 ? scale[k / 128] : 1, fetch, out + k);
+    if (k < len) {
+        uint8_t padded[128] = {0};
+        memcpy(padded, p, (size_t)((len - k) * bytes / step));
+        FN(decode_step)(form, padded, form == FORMAT_FP8 ? scale[k / 128] : 1, fetch, out + k);
     }
 }
 
@@ -363,14 +364,12 @@ static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float
         chunk->weight[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * TILE_STRIDE(len));
 }
 
+#include "gemm_tile.h"
+
 /* Adds one chunk of a strip to sums [row][STRIP], or begins them, up to a multiple of four; x[row] + at are its inputs. */
 static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *const *x, int64_t at, int rows,
                           int64_t len, int first, float *sums)
 {
-    if (chunk->form == FORMAT_F32 && len % 16 == 0 && rows > FEW) {
-        FN(tile_sums)(chunk->weight, nn, x, at, rows, len, first, sums);
-        return;
-    }
     /* of weights that are decoded by the way, as many rows as there can be */
     const int most = chunk->form == TILE_FP4 || chunk->form == FORMAT_F32 ? V16_ROWS : V16_MANY;
     for (int r = 0; r < rows; r += most) {
@@ -393,6 +392,10 @@ static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *co
 static void FN(strip)(const struct matrix *w, const struct route *route, int64_t n0, int nn, const float *const *x,
                       int rows, int slices, float *sums)
 {
+    if (FN(tile_fits)(w, rows, slices)) {
+        FN(strip_tile)(w, route, n0, nn, x, rows, slices, sums, STRIP, rows * STRIP);
+        return;
+    }
 #ifdef V16_BF16
     if (FN(codes_fit)(w, n0, nn, slices)) {
         FN(strip_codes)(w, route, n0, nn, x, rows, slices, sums);
@@ -427,18 +430,27 @@ static inline v16 FN(tree)(const float *p, int64_t stride, int slices)
     return v[0];
 }
 
+/* Where the inputs of a group of `rows` rows from t0 on are. */
+static void FN(linear_inputs)(const struct linear_args *a, int64_t t0, int rows, int64_t group, const float **x)
+{
+    for (int r = 0; r < rows; r++) x[r] = a->x + ((t0 + r) * a->groups + group) * a->stride;
+}
+
 /* One strip of a group's outputs for `rows` rows from t0 on. */
 static void FN(linear_strip)(const struct linear_args *a, const struct route *route, int64_t t0, int rows,
-                             int64_t group, int64_t strip)
+                             int64_t group, int64_t strip, const float *const *x)
 {
     const int64_t width = a->w->n / a->groups, n0 = group * width + strip * STRIP;
     const int nn = (int)(width - strip * STRIP < STRIP ? width - strip * STRIP : STRIP);
+    float *y = a->y + t0 * a->w->n + n0;
+    if (a->slices == 1 && a->w->k <= CHUNK && nn % 4 == 0 && FN(tile_fits)(a->w, rows, 1)) { /* one sum each */
+        FN(strip_tile)(a->w, route, n0, nn, x, rows, 1, y, a->w->n, 0);
+        return;
+    }
     float sums[MAX_SLICES * BLOCK * STRIP];
-    const float *x[BLOCK] = {NULL};
-    for (int r = 0; r < rows; r++) x[r] = a->x + ((t0 + r) * a->groups + group) * a->stride;
     FN(strip)(a->w, route, n0, nn, x, rows, a->slices, sums);
     for (int r = 0; r < rows; r++)
-        v16_store_n(a->y + (t0 + r) * a->w->n + n0, FN(tree)(sums + r * STRIP, rows * STRIP, a->slices), nn);
+        v16_store_n(y + r * a->w->n, FN(tree)(sums + r * STRIP, rows * STRIP, a->slices), nn);
 }
 
 static void FN(linear)(void *args, int tid, int n)
@@ -448,20 +460,25 @@ static void FN(linear)(void *args, int tid, int n)
     const int64_t width = w->n / a->groups, strips = (width + STRIP - 1) / STRIP;
     const int64_t blocks = (a->rows + BLOCK - 1) / BLOCK;
     struct route route = {w->n, 0, NULL};
+    const float *x[BLOCK] = {NULL};
     int64_t first, last;
     if (a->rows >= ROWS_EACH * n && w->n * w->weight_stride <= NEAR) {
         team_share(a->rows, tid, n, &first, &last);
         for (int64_t t0 = first; t0 < last; t0 += BLOCK)
-            for (int64_t job = 0; job < a->groups * strips; job++)
-                FN(linear_strip)(a, &route, t0, (int)(last - t0 < BLOCK ? last - t0 : BLOCK), job / strips, job % strips);
+            for (int64_t group = 0; group < a->groups; group++) {
+                const int rows = (int)(last - t0 < BLOCK ? last - t0 : BLOCK);
+                FN(linear_inputs)(a, t0, rows, group, x);
+                for (int64_t strip = 0; strip < strips; strip++) FN(linear_strip)(a, &route, t0, rows, group, strip, x);
+            }
         return;
     }
     team_share(a->groups * strips * blocks, tid, n, &first, &last);
     if (blocks == 1) route.end = (last - 1) / strips * width + ((last - 1) % strips + 1) * STRIP;
     for (int64_t job = first; job < last; job++) {
         /* all strips of a block of rows in turn: its inputs stay in the cache */
-        const int64_t t0 = job / strips / a->groups * BLOCK;
-        FN(linear_strip)(a, &route, t0, (int)(a->rows - t0 < BLOCK ? a->rows - t0 : BLOCK), job / strips % a->groups,
-                         job % strips);
+        const int64_t t0 = job / strips / a->groups * BLOCK, group = job / strips % a->groups;
+        const int rows = (int)(a->rows - t0 < BLOCK ? a->rows - t0 : BLOCK);
+        if (job == first || job % strips == 0) FN(linear_inputs)(a, t0, rows, group, x);
+        FN(linear_strip)(a, &route, t0, rows, group, job % strips, x);
     }
 }

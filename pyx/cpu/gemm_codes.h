@@ -132,13 +132,11 @@ static void FN(codes_four)(const struct matrix *w, struct ahead to, int along, i
     FN(codes_any)(rows, weight, scale, fetch, along ? 256 : 64, x, k, len, first, sums);
 }
 
-/* Outputs n0 .. n0+nn−1 of many rows, inputs k .. k+len−1: decoded once for all of them. */
-static void FN(codes_tile)(const struct matrix *w, struct ahead to, int64_t n0, int nn, const float *const *x,
-                           int rows, int64_t k, int64_t len, int first, float *sums)
+/* Inputs k .. k+len−1 of outputs n0 .. n0+nn−1 into a tile [STRIP][TILE_STRIDE(len)]. */
+static void FN(codes_tile)(const struct matrix *w, struct ahead to, int64_t n0, int nn, int64_t k, int64_t len,
+                           float *tile)
 {
-    float tile[STRIP * TILE_STRIDE(CHUNK)] __attribute__((aligned(64)));
-    const uint8_t *outputs[STRIP], *scale = w->scale + n0 / 128 * w->scale_stride;
-    const uint8_t *fetch = FN(byte_ahead)(to, k);
+    const uint8_t *fetch = FN(byte_ahead)(to, k), *scale = w->scale + n0 / 128 * w->scale_stride;
     for (int64_t i = 0; i < len; i += 128) {
         const struct FN(tables) t = FN(tables_of)(scale[(k + i) / 128] - 127);
         for (int c = 0; c < nn; c++)
@@ -149,8 +147,6 @@ static void FN(codes_tile)(const struct matrix *w, struct ahead to, int64_t n0, 
                 for (int v = 0; v < 4; v++) _mm512_store_ps(tile + c * TILE_STRIDE(len) + j + 16 * v, q[v]);
             }
     }
-    for (int c = 0; c < STRIP; c++) outputs[c] = (const uint8_t *)(tile + (c < nn ? c : nn - 1) * TILE_STRIDE(len));
-    FN(tile_sums)(outputs, nn, x, k, rows, len, first, sums);
 }
 
 /* Whether strip_codes can do outputs n0 .. n0+nn−1. */
@@ -163,7 +159,7 @@ static int FN(codes_fit)(const struct matrix *w, int64_t n0, int nn, int slices)
     return 1;
 }
 
-/* As strip. Sums beyond nn, up to a multiple of four, are written too. */
+/* As strip, of up to FEW rows. Sums beyond nn, up to a multiple of four, are written too. */
 static void FN(strip_codes)(const struct matrix *w, const struct route *route, int64_t n0, int nn,
                             const float *const *x, int rows, int slices, float *sums)
 {
@@ -176,11 +172,6 @@ static void FN(strip_codes)(const struct matrix *w, const struct route *route, i
     for (int c0 = 0; c0 < nn; c0 += columns)
         for (int s = 0; s < slices; s++)
             for (int64_t k = 0; k < width; k += CHUNK) {
-                if (rows > FEW) {
-                    FN(codes_tile)(w, FN(ahead)(w, route, n0, more), n0, nn, x, rows, s * width + k,
-                                   width - k < CHUNK ? width - k : CHUNK, k == 0, sums + (int64_t)s * rows * STRIP);
-                    continue;
-                }
                 for (int r = 0, live; r < rows; r += live) {
                     live = rows - r > 8 ? 8 : rows - r;
                     const int done = live > 4 ? (live + 1) / 2 * 2 : live;

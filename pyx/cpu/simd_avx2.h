@@ -8,6 +8,7 @@
 #define V16_ROWS 2
 #define V16_COLUMNS 2
 #define V16_MANY 2
+#define TILE_ROWS 2
 #define V16_KEY_STEPS 0
 
 typedef struct { __m256 a, b; } v16;

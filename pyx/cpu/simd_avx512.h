@@ -8,6 +8,7 @@
 #define V16_ROWS 4
 #define V16_COLUMNS 4
 #define V16_MANY 8 /* rows whose sums fit with two outputs */
+#define TILE_ROWS 6
 #ifdef V16_BF16
 #define V16_KEY_STEPS 3
 #else
@@ -57,21 +58,36 @@ static inline void v16_sum4(v16 a, v16 b, v16 c, v16 d, float *sums)
     _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, t)));
 }
 #define V16_SUM16
+/* Of a and b: lanes l and l + 8 added, eight sums of each. A blend and one shuffle: shuffles share the units of fma. */
+static inline v16 v16_fold(v16 a, v16 b)
+{
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
+}
+/* Of a, b, c and d: four sums of each, in their order */
+static inline v16 v16_fold4(v16 a, v16 b, v16 c, v16 d)
+{
+    const v16 ab = v16_fold(a, b), cd = v16_fold(c, d);
+    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+/* The same within each four lanes: two sums of each of a's and b's */
+static inline v16 v16_fold_fours(v16 a, v16 b)
+{
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps(a, b, 0x4e));
+}
 /* v16_sum of each of sixteen, in their order: fewer steps than four times v16_sum4 */
 static inline v16 v16_sum16(const v16 *x)
 {
-    v16 t[4], u[2];
+    v16 t[4];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) { /* four lanes of x[j], of x[4 + j], .. */
-        const v16 a = x[j], b = x[4 + j], c = x[8 + j], d = x[12 + j];
-        const v16 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-        const v16 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-        t[j] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    }
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; j++)
-        u[j] = _mm512_add_ps(_mm512_shuffle_ps(t[2 * j], t[2 * j + 1], 0x44), _mm512_shuffle_ps(t[2 * j], t[2 * j + 1], 0xee));
-    return _mm512_add_ps(_mm512_shuffle_ps(u[0], u[1], 0x88), _mm512_shuffle_ps(u[0], u[1], 0xdd));
+    for (int j = 0; j < 4; j++) t[j] = v16_fold4(x[j], x[4 + j], x[8 + j], x[12 + j]);
+    const v16 a = v16_fold_fours(t[0], t[1]), b = v16_fold_fours(t[2], t[3]);
+    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+static inline void v16_sum8(const v16 *x, float *sums)
+{
+    v16 t = v16_fold_fours(v16_fold4(x[0], x[2], x[4], x[6]), v16_fold4(x[1], x[3], x[5], x[7]));
+    t = _mm512_add_ps(t, _mm512_permute_ps(t, 0xb1));
+    _mm256_storeu_ps(sums, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x5555, t)));
 }
 static inline float v16_hmax(v16 x)
 {

@@ -11,6 +11,7 @@
 #define V16_ROWS 2    /* rows and outputs whose sums a linear keeps in registers */
 #define V16_COLUMNS 2
 #define V16_MANY 2
+#define TILE_ROWS 2    /* the same, of weights that are floats already */
 #define V16_KEY_STEPS 3 /* powers of two that keys' bytes may be multiplied by; 0: v16i_dot has 16 bits */
 
 typedef struct { float f[16]; } v16;
