@@ -32,6 +32,16 @@ def state_of(session) -> dict:
     return session.engine.pool.export(session.slot, session.position)
 
 
+def decoded_alone(session, tokens) -> tuple:
+    """What invariants are held against: tokens, one forward each → (tokens, logits, main hidden, the state before the first
+    and after every one)."""
+    outputs, states = [], [state_of(session)]
+    for token in tokens:
+        outputs.append(session.forward([token]))
+        states.append(state_of(session))
+    return tokens, np.concatenate([o.logits for o in outputs]), np.concatenate([o.main_hidden for o in outputs]), states
+
+
 def same_state(found: dict, expected: dict, what="state") -> None:
     """Two exports (state_of) agree in every bit."""
     assert found.keys() == expected.keys()

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from compare import rel_l2_rows, same_bits, same_state, state_of
+from compare import decoded_alone, rel_l2_rows, same_bits, same_state, state_of
 from cuda_ops import emulated, only_emulated
 from emulation.launcher import REVERSE
 from fake_nccl import cupy_with_nccl
@@ -180,11 +180,7 @@ def one_by_one(small):
     """Tokens decoded alone → tokens, logits, main hidden, and the state after every one."""
     tokens = np.random.default_rng(0).integers(0, small.config.vocab_size, TOKENS).astype(np.int32)
     with small.session() as session:
-        outputs, states = [], [state_of(session)]
-        for token in tokens:
-            outputs.append(session.forward([token]))
-            states.append(state_of(session))
-    return tokens, np.concatenate([o.logits for o in outputs]), np.concatenate([o.main_hidden for o in outputs]), states
+        return decoded_alone(session, tokens)
 
 
 @only_emulated

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from compare import same_bits, same_state, state_of
+from compare import decoded_alone, same_bits, same_state, state_of
 
 from dsv4.errors import StateError
 from dsv4.rows import Rows
@@ -29,15 +29,8 @@ def small(request, engine):
 @pytest.fixture(scope="module")
 def one_by_one(small):
     """The baseline: 130 tokens decoded alone → tokens, outputs and the state after every one."""
-    tokens = tokens_for(small, ROWS)
     with small.session() as session:
-        outputs, states = [], [state_of(session)]
-        for token in tokens:
-            outputs.append(session.forward([token]))
-            states.append(state_of(session))
-    logits = np.concatenate([o.logits for o in outputs])
-    hidden = np.concatenate([o.main_hidden for o in outputs])
-    return tokens, logits, hidden, states
+        return decoded_alone(session, tokens_for(small, ROWS))
 
 
 def same_outputs(output, logits, hidden, what):
