@@ -20,7 +20,8 @@ from .cli_plan import plan
 from .cli_serve import serve
 from .cli_spec import Recorder, determinism, spec_options
 from .cli_support import (
-    Bars, FiniteRange, as_rank, draw_options, engine_options, load_engine, printable, prompt_options, read_prompt, say,
+    Bars, FiniteRange, as_rank, check_place, draw_options, engine_options, load_engine, printable, prompt_options,
+    read_prompt, say,
 )  # fmt: skip
 from .cli_synth import synth
 from .config import World
@@ -120,6 +121,7 @@ def generate(model, prompt, prompt_file, tokens, as_json, settings, spec, record
     if sampling["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json")
     params = SamplingParams(**sampling)
+    check_place(record_rounds, "rounds")
     request = read_prompt(prompt, prompt_file, tokens)
     with Bars() as bars:
         engine, load_s = load_engine(model, {**settings, "max_sessions": 1, "gate": gate}, bars)
@@ -212,6 +214,7 @@ def logits(model, prompt, prompt_file, tokens, topk, out, as_json, settings):
     """
     from .logits import record, render
 
+    check_place(out, "logits")
     request = read_prompt(prompt, prompt_file, tokens)
     with Bars() as bars:
         engine, _ = load_engine(model, settings, bars)

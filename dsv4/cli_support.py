@@ -142,6 +142,19 @@ def _read_text(name: str) -> str:
         ) from error
 
 
+def check_place(path: Path | None, what: str) -> None:
+    """Raise InputError for a file that could not be written, before a load that may take minutes. Only rank 0 writes."""
+    if path is None or World.from_env().rank:
+        return
+    try:
+        place = path if path.exists() else path.parent
+        fits = path.parent.is_dir() and not path.is_dir() and os.access(place, os.W_OK)
+    except OSError:  # a name that no file can have
+        fits = False
+    if not fits:
+        raise InputError(f"{path}: expected a place to write {what} to, found none")
+
+
 def load_engine(model: str, settings: dict, progress):
     """The engine and the seconds it took to load."""
     from .engine import Engine

@@ -375,7 +375,8 @@ def test_logits_for_people(run):
 
 
 def test_logits_that_cannot_be_written_leave_the_old_file(run, tmp_path, monkeypatch):
-    refused(run("logits", "--tokens", "1", "--out", tmp_path / "no" / "x"), str(tmp_path / "no" / "x"), "No such file")
+    place = tmp_path / "no" / "x"
+    refused(run("logits", "--model", "/nowhere", "--tokens", "1", "--out", place), f"{place}: expected a place to write logits to")
     old = tmp_path / "x"
     old.write_text("old")
 
@@ -429,7 +430,8 @@ def test_rounds_are_recorded_and_replayed(run, generate, tmp_path):
     assert found["block_size"] == 5 and all(one["margin"] >= 0 and one["verify_ms"] > 0 for one in rounds if one["k"])
     status, out, _ = run("gate", "replay", path, "--rule", "always", "--json")
     assert status == 0 and json.loads(out)["lengths"]["prompt"] == [one["k"] for one in rounds]
-    assert refused(run("generate", "--prompt", "x", "--record-rounds", tmp_path / "no" / "where"), "expected a place to write")
+    nowhere = ("--model", "/nowhere", "--record-rounds", tmp_path / "no" / "where")  # told before anything is loaded
+    assert refused(run("generate", "--prompt", "x", *nowhere), "expected a place to write")
     assert refused(run("generate", "--prompt", "x", "--record-rounds", "x" * 300), "expected a place to write")
     generate("--max-tokens", "1", "--record-rounds", tmp_path / "none")
     assert not (tmp_path / "none").exists()
