@@ -11,7 +11,7 @@ from dsv4._cpu import Bank
 from dsv4.errors import BackendError, CheckpointError, ConfigError, InputError
 from dsv4.experts import store
 from dsv4.experts.cache import Cache
-from dsv4.experts.store import Store, slots_for
+from dsv4.experts.store import Store, slots_for, sum_bytes
 from dsv4.ops import open_ops
 from dsv4.ops.staging import HostStage
 
@@ -326,6 +326,20 @@ def test_rows_beyond_the_room_for_sums_read_an_expert_once(tmp_path, monkeypatch
         assert Road(model, monkeypatch).go(ids) == [*needed, -1]
         read = (model.store.counters.bytes_staged - before) // model.source.layout.nbytes
         assert read == len(needed) if not turn else read <= len(needed) - max(0, slots - 2 * K)
+
+
+def test_sums_take_no_more_than_was_planned(tmp_path, monkeypatch):
+    model, row = Model(tmp_path / "experts", 7), 4 * SLICES * D
+    monkeypatch.setattr(store, "SUMS", 11 * row)  # two rows whose every choice has a sum, or any number with one each
+    begin, taken = model.ops.moe_begin, []
+    monkeypatch.setattr(model.ops, "moe_begin", lambda *sizes: taken.append((sums := begin(*sizes)).nbytes) or sums)
+    for rows in (1, 2, 3, 5, 12, 20):
+        model.store.begin(np.zeros(rows, np.int64))
+        ids = np.tile(np.arange(MANY, dtype=np.int32), (rows, 1)) + 4 * (rows % 3)
+        model.store.moe(np.ones((rows, D), np.float32), ids, np.ones((rows, MANY), np.float32), model.staged["layers.2."], 7.0, SLICES)
+        assert taken[-1] <= sum_bytes(rows, MANY, SLICES, D)
+    assert [nbytes // row for nbytes in taken] == [5, 10, 3, 5, 12, 20]
+    assert [sum_bytes(rows, MANY, SLICES, D) // row for rows in (1, 2, 3, 5, 12, 20)] == [5, 10, 11, 11, 12, 20]
 
 
 def test_one_sum_for_experts_in_any_order_changes_bits(tmp_path, monkeypatch):
