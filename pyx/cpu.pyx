@@ -76,6 +76,7 @@ cdef extern from "kernels.h" nogil:
         int slices
         float *plain
         void *packed
+        uint16_t *pairs
         float *act
         float *totals
         int wide

@@ -188,13 +188,13 @@ cdef class MoeScratch:
         cdef bint few = (bank.experts + 1) * ((bank.inner + 127) // 128) < JOBS * threads and threads > 1
         self.most = max(16, (entries // (JOBS * threads) + 7) // 8 * 8) if few else entries
         uses = bank.experts + 1 + entries // self.most
-        cdef int64_t[11] sizes = [
+        cdef int64_t[12] sizes = [
             4 * rows * bank.dim, 4 * rows * to_64(bank.dim) if bank.any_fp4 else 0, 4 * entries * to_64(bank.inner),
             4 * MOE_WIDTH * threads * slices * parts, 4 * uses, 8 * (uses + 1), 4 * entries, 4 * entries,
-            8 * bank.experts, 4 * entries, 8 * parts,
+            8 * bank.experts, 4 * entries, 8 * parts, 2 * rows * to_64(bank.dim),
         ]
-        cdef int64_t[11] at
-        for i in range(11):
+        cdef int64_t[12] at
+        for i in range(12):
             at[i] = total
             total += (sizes[i] + 63) // 64 * 64
         self.memory = <char *>PyMem_Malloc(total + 64)
@@ -212,6 +212,7 @@ cdef class MoeScratch:
         self.count = <int64_t *>(base + at[8])
         self.a.part = self.part = <int32_t *>(base + at[9])
         self.a.place = self.place = <int64_t *>(base + at[10])
+        self.a.pairs = <uint16_t *>(base + at[11])
 
     def __dealloc__(self):
         PyMem_Free(self.memory)

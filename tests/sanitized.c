@@ -83,7 +83,7 @@ static int moe_case(int64_t d, int64_t inner, int64_t rows, int slices)
     struct moe_args a = {.matrices = m, .x = numbers(rows * d), .rows = rows, .parts = rows, .d = d, .inner = inner, .uses = 2,
                          .expert = expert, .first = first, .row = row, .part = row, .weight = numbers(2 * rows),
                          .limit = 10, .slices = slices, .plain = block(size, 4), .packed = block(4 * rows * TO_64(d), 4),
-                         .act = block(8 * rows * TO_64(inner), 4),
+                         .pairs = block(2 * rows * TO_64(d), 2), .act = block(8 * rows * TO_64(inner), 4),
                          .totals = block(4 * THREADS * slices * rows * MOE_WIDTH, 4)};
     int good = 0;
     for (int i = 0; i < SETS; i++) {

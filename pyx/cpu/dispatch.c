@@ -14,7 +14,7 @@ static int has(const char *isa)
     if (!strcmp(isa, "avx512")) return avx512;
     if (!strcmp(isa, "avx512bf16"))
         return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-               __builtin_cpu_supports("avx512vnni");
+               __builtin_cpu_supports("avx512vnni") && avx512bf16_in_order();
 #endif
     return 0;
 }

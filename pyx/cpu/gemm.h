@@ -132,6 +132,7 @@ static inline const uint8_t *FN(scales_ahead)(struct ahead to, int c)
 #ifdef V16_BF16
 #include "gemm_pairs.h"
 #include "gemm_codes.h"
+#include "gemm_pair_tiles.h"
 #endif
 
 /* Vector i of a step of 32. */

@@ -24,6 +24,10 @@ static const uint8_t FN(e4m3_low)[2][128] __attribute__((aligned(64))) = {
 #define FOUR(m) m, m + 16, m + 1, m + 17, m + 2, m + 18, m + 3, m + 19
 static const uint8_t FN(e4m3_place)[64] __attribute__((aligned(64))) = {
     FOUR(0), FOUR(32), FOUR(4), FOUR(36), FOUR(8), FOUR(40), FOUR(12), FOUR(44)};
+/* The same with every two exchanged: of each 32 in a vector, number l above number l + 16. */
+#define FOUR_PAIRS(m) m + 16, m, m + 17, m + 1, m + 18, m + 2, m + 19, m + 3
+static const uint8_t FN(e4m3_pairs)[64] __attribute__((aligned(64))) = {
+    FOUR_PAIRS(0), FOUR_PAIRS(32), FOUR_PAIRS(4), FOUR_PAIRS(36), FOUR_PAIRS(8), FOUR_PAIRS(40), FOUR_PAIRS(12), FOUR_PAIRS(44)};
 
 struct FN(tables) {
     __m512i low[2], high[2];
@@ -41,16 +45,25 @@ INLINE struct FN(tables) FN(tables_of)(int exponent)
                                 _mm512_mask_add_epi8(second, but_nan, second, more)}};
 }
 
-/* The weights of 64 codes, 16 neighbours in a vector. */
-INLINE void FN(codes_decode)(const struct FN(tables) *t, const uint8_t *p, __m512 *q)
+/* The weights of 64 codes as bf16 numbers, in the order of `order`. */
+INLINE void FN(codes_words)(const struct FN(tables) *t, const uint8_t *order, const uint8_t *p, __m512i *first,
+                            __m512i *second)
 {
-    const __m512i place = _mm512_load_si512(FN(e4m3_place)), sign = _mm512_set1_epi8((char)0x80);
-    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+    const __m512i place = _mm512_load_si512(order), sign = _mm512_set1_epi8((char)0x80);
     const __m512i codes = _mm512_permutexvar_epi8(place, _mm512_loadu_si512(p));
     const __m512i low = _mm512_permutex2var_epi8(t->low[0], codes, t->low[1]);
     __m512i high = _mm512_permutex2var_epi8(t->high[0], codes, t->high[1]);
     high = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8); /* high | (codes & sign) */
-    const __m512i first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
+    *first = _mm512_unpacklo_epi8(low, high);
+    *second = _mm512_unpackhi_epi8(low, high);
+}
+
+/* The weights of 64 codes, 16 neighbours in a vector. */
+INLINE void FN(codes_decode)(const struct FN(tables) *t, const uint8_t *p, __m512 *q)
+{
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+    __m512i first, second;
+    FN(codes_words)(t, FN(e4m3_place), p, &first, &second);
     q[0] = _mm512_castsi512_ps(_mm512_slli_epi32(first, 16));
     q[1] = _mm512_castsi512_ps(_mm512_and_si512(first, upper));
     q[2] = _mm512_castsi512_ps(_mm512_slli_epi32(second, 16));

@@ -61,6 +61,7 @@ struct moe_args {
     int slices;
     float *plain;           /* [rows, d] x rounded */
     void *packed;           /* [rows, d as a multiple of 64] the same as FP4 wants it (NULL where no expert is FP4) */
+    uint16_t *pairs;        /* the same as FP8 linears of many rows may want it */
     float *act;             /* [entries, inner as a multiple of 64] */
     _Atomic int wide;       /* set where the kernel met activations too large for it: use `plain` of the table */
     float *totals;         /* [threads, slices, parts, MOE_WIDTH] */
@@ -98,6 +99,10 @@ struct kernels {
 };
 
 extern const struct kernels kernels_scalar, kernels_avx2, kernels_avx512, kernels_avx512bf16;
+
+/* Whether this processor's multiply-add of bf16 pairs is two fused multiply-adds, upper halves first, as its makers say:
+ * sums are made in that order. Call it only where there is AVX-512 BF16. */
+int avx512bf16_in_order(void);
 
 /* The table called "scalar", "avx2", "avx512" or "avx512bf16", NULL where this machine or build lacks it; NULL names
  * the best one. */

@@ -32,7 +32,20 @@ static void FN(swiglu)(void *args, int tid, int n)
 
 #define TO_64(n) (((n) + 63) / 64 * 64)
 
-/* Inputs of an FP4 linear, `at` elements into an array of them: 64s of x, the last filled up with zeros. */
+/* How inputs lie: floats; as FP4 linears want them; as FP8 linears of many rows do (gemm_pair_tiles.h). */
+enum FN(order) { FN(IN_FLOATS), FN(FOR_FP4), FN(FOR_FP8) };
+
+static enum FN(order) FN(moe_order)(const struct matrix *w, int rows, int slices)
+{
+    if (w->format == FORMAT_FP4) return FN(FOR_FP4);
+#ifdef V16_BF16
+    if (FN(tile_pays)(w, rows) && FN(fp8_fits)(w, slices)) return FN(FOR_FP8);
+#endif
+    (void)rows, (void)slices;
+    return FN(IN_FLOATS);
+}
+
+/* Rounded inputs of an FP4 linear, `at` elements into an array of them: 64s of x, the last filled up with zeros. */
 static void FN(pack)(struct moe_args *a, const float *x, void *to, int64_t at, int len)
 {
 #ifdef V16_BF16
@@ -51,19 +64,32 @@ static void FN(pack)(struct moe_args *a, const float *x, void *to, int64_t at, i
 #endif
 }
 
-/* As strip; for FP4 x is what pack made, its rows `stride` elements each. */
-static void FN(moe_strip)(const struct matrix *w, const struct route *route, int64_t n0, int nn, const void *x,
-                          int64_t stride, const int32_t *row, int rows, int slices, float *sums)
+#ifdef V16_BF16
+/* The same for FP8; len a multiple of 32. */
+static void FN(pack_fp8)(const float *x, uint16_t *y, int len)
+{
+    for (int k = 0; k < len; k += 32) {
+        const v16i above = v16_bits(v16_load(x + k)), below = v16_bits(v16_load(x + k + 16));
+        _mm512_storeu_si512(y + k, v16i_or(v16i_and(above, v16i_set1((int)0xffff0000)), v16i_shr(below, 16)));
+    }
+}
+#endif
+
+/* As strip; x in the order that moe_order says, its rows `stride` elements each. */
+static void FN(moe_strip)(const struct matrix *w, const struct route *route, int64_t n0, int nn, enum FN(order) order,
+                          const void *x, int64_t stride, const int32_t *row, int rows, int slices, float *sums)
 {
     const float *each[BLOCK];
 #ifdef V16_BF16
-    if (w->format == FORMAT_FP4) {
+    if (order != FN(IN_FLOATS)) {
         const uint16_t *pairs[BLOCK];
         for (int r = 0; r < rows; r++) pairs[r] = (const uint16_t *)x + (row ? row[r] : r) * stride;
+        if (FN(tile_pays)(w, rows) && FN(strip_tiles)(w, route, n0, nn, pairs, rows, slices, sums)) return;
         FN(strip_pairs)(w, route, n0, nn, pairs, rows, slices, sums);
         return;
     }
 #endif
+    (void)order;
     for (int r = 0; r < rows; r++) each[r] = (const float *)x + (row ? row[r] : r) * stride;
     FN(strip)(w, route, n0, nn, each, rows, slices, sums);
 }
@@ -78,6 +104,9 @@ static void FN(moe_inputs)(struct moe_args *a, int tid, int n)
         const int len = (int)(a->d - k < E4M3_BLOCK ? a->d - k : E4M3_BLOCK);
         quant_block_e4m3(a->x + at, a->plain + at, len);
         if (a->packed) FN(pack)(a, a->plain + at, a->packed, job / blocks * TO_64(a->d) + k, len);
+#ifdef V16_BF16
+        if (len == E4M3_BLOCK && a->rows > FEW_PAIRS) FN(pack_fp8)(a->plain + at, a->pairs + job / blocks * TO_64(a->d) + k, len);
+#endif
     }
 }
 
@@ -85,29 +114,34 @@ static void FN(moe_inputs)(struct moe_args *a, int tid, int n)
 static void FN(moe_inner)(struct moe_args *a, int64_t use, int64_t block, struct route after)
 {
     const struct matrix *w1 = a->matrices + 3 * (int64_t)a->expert[use], *w2 = w1 + 1, *w3 = w1 + 2;
-    const void *inputs = w1->format == FORMAT_FP4 ? a->packed : a->plain;
-    const int64_t stride = w1->format == FORMAT_FP4 ? TO_64(a->d) : a->d;
     const int64_t k = block * E4M3_BLOCK;
     const int width = (int)(a->inner - k < E4M3_BLOCK ? a->inner - k : E4M3_BLOCK);
+    const void *const inputs[] = {a->plain, a->packed, a->pairs};
+    const int64_t strides[] = {a->d, TO_64(a->d), TO_64(a->d)};
     float sums[BLOCK * STRIP], gates[2][BLOCK][E4M3_BLOCK];
     for (int64_t e = a->first[use]; e < a->first[use + 1]; e += BLOCK) {
         const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
         for (int which = 0; which < 2; which++) {
+            const struct matrix *w = which ? w3 : w1;
+            const enum FN(order) order = FN(moe_order)(w, rows, 1);
             struct route route = which ? after : (struct route){0, k, w3};
             route.end = k + width;
             for (int c = 0; c < width; c += STRIP) {
                 const int nn = width - c < STRIP ? width - c : STRIP;
-                FN(moe_strip)(which ? w3 : w1, &route, k + c, nn, inputs, stride, a->row + e, rows, 1, sums);
-                for (int r = 0; r < rows; r++)
-                    memcpy(&gates[which][r][c], sums + r * STRIP, sizeof(float) * (size_t)nn);
+                FN(moe_strip)(w, &route, k + c, nn, order, inputs[order], strides[order], a->row + e, rows, 1, sums);
+                for (int r = 0; r < rows; r++) v16_store(&gates[which][r][c], v16_load(sums + r * STRIP));
             }
         }
+        const enum FN(order) order = FN(moe_order)(w2, rows, a->slices);
         for (int r = 0; r < rows; r++) {
             float act[E4M3_BLOCK], *out = a->act + e * TO_64(a->inner);
             const int64_t at = r * TO_64(a->inner) + k;
             FN(swiglu_row)(gates[0][r], gates[1][r], a->weight[e + r], a->limit, act, width);
-            quant_block_e4m3(act, w2->format == FORMAT_FP4 ? act : out + at, width);
-            if (w2->format == FORMAT_FP4) FN(pack)(a, act, out, at, width);
+            quant_block_e4m3(act, order == FN(IN_FLOATS) ? out + at : act, width);
+            if (order == FN(FOR_FP4)) FN(pack)(a, act, out, at, width);
+#ifdef V16_BF16
+            if (order == FN(FOR_FP8)) FN(pack_fp8)(act, (uint16_t *)out + at, width);
+#endif
         }
     }
 }
@@ -148,9 +182,10 @@ static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, int
         for (int64_t e = a->first[use]; e < a->first[use + 1]; e += BLOCK) {
             const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
             const int64_t stride = TO_64(a->inner);
+            const enum FN(order) order = FN(moe_order)(w2, rows, a->slices);
             for (int c0 = 0; c0 < width; c0 += STRIP) {
                 const int nn = width - c0 < STRIP ? width - c0 : STRIP;
-                FN(moe_strip)(w2, &route, n0 + c0, nn, a->act + e * stride, stride, NULL, rows, a->slices, sums);
+                FN(moe_strip)(w2, &route, n0 + c0, nn, order, a->act + e * stride, stride, NULL, rows, a->slices, sums);
                 for (int s = 0; s < a->slices; s++)
                     for (int r = 0; r < rows; r++) {
                         float *total = totals + (s * a->parts + a->part[e + r]) * MOE_WIDTH + c0;
