@@ -22,6 +22,13 @@ cdef object float32 = np.float32
 PyMem_RawFree(PyMem_RawMalloc(16 << 20))
 
 
+cdef extern from "Python.h":  # borrowed references: nothing is counted
+    ctypedef struct PyObject
+    Py_ssize_t Py_REFCNT(PyObject *o)
+    PyObject *PyList_GET_ITEM(object items, Py_ssize_t i)
+    PyObject *PyTuple_GET_ITEM(PyObject *items, Py_ssize_t i)
+
+
 cdef extern from "team.h" nogil:
     ctypedef void (*team_fn)(void *args, int tid, int n) noexcept nogil
     int team_run(int n, team_fn fn, void *args)
@@ -169,6 +176,61 @@ cdef Buffer floats(array, int64_t columns):
             f"expected float32 [rows, {columns if columns >= 0 else 'columns'}], found {array.dtype} {array.shape}"
         )
     return b
+
+
+# ---------------------------------------------------------------------- arrays at cache lines
+# NumPy's arrays begin anywhere in a cache line, and three vectors in four straddle two. What kernels return begins at
+# one: memory a bit larger than needed, cut. Cutting takes longer than np.empty, so small arrays are kept and given out
+# again once nobody refers to them: neither to the array nor, as views of it do, to its memory.
+cdef enum:
+    KEPT_SIZE = 64 << 10  # floats of one array
+    KEPT_EACH = 16        # arrays of one shape
+    KEPT_ALL = 4 << 20    # floats altogether
+
+cdef dict kept = {}  # shape → [(array, memory)], the last given out the last
+cdef int64_t kept_size = 0
+
+
+cdef object cut(tuple shape):
+    """(array, memory): memory of 15 floats more than the array, which begins at a cache line of it."""
+    cdef int64_t size = 1, start
+    cdef Py_buffer view
+    for n in shape:
+        size *= n
+    memory = empty(size + 15, float32)
+    PyObject_GetBuffer(memory, &view, PyBUF_C_CONTIGUOUS)
+    start = (64 - <size_t>view.buf % 64) % 64 // 4
+    PyBuffer_Release(&view)
+    return memory[start : start + size].reshape(shape), memory
+
+
+def lines(tuple shape):
+    """A float32 array of anything, like np.empty, that begins at a cache line."""
+    global kept_size
+    cdef list pairs = kept.get(shape)
+    cdef PyObject *pair
+    cdef Py_ssize_t i
+    if pairs is not None:
+        for i in range(len(pairs) - 1, -1, -1):
+            pair = PyList_GET_ITEM(pairs, i)
+            if Py_REFCNT(PyTuple_GET_ITEM(pair, 0)) == 1 and Py_REFCNT(PyTuple_GET_ITEM(pair, 1)) == 2:
+                return <object>PyTuple_GET_ITEM(pair, 0)
+    made = cut(shape)
+    if made[1].size > KEPT_SIZE:
+        return made[0]
+    if pairs is not None and len(pairs) == KEPT_EACH:
+        kept_size -= pairs.pop(0)[1].size
+    if kept_size + made[1].size > KEPT_ALL:
+        kept.clear()
+        kept_size = 0
+    kept.setdefault(shape, []).append(made)
+    kept_size += made[1].size
+    return made[0]
+
+
+def kept_arrays() -> dict:
+    """How many arrays of each shape are kept, whether somebody has them or not."""
+    return {shape: len(pairs) for shape, pairs in kept.items()}
 
 
 include "gemm.pxi"

@@ -111,7 +111,7 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
         raise InputError(f"grouped linear: expected outputs in {groups} equal groups, found {w.shape[0]}")
     cdef Buffer xs = floats(x, w.m.k * groups), moved
     a.w, a.rows, a.groups, a.slices, a.stride = &w.m, xs.view.shape[0], groups, slices, w.m.k
-    y = empty((a.rows, w.m.n), float32)
+    y = lines((a.rows, w.m.n))
     cdef Buffer ys = Buffer(y)
     a.x, a.y = <const float *>xs.view.buf, <float *>ys.view.buf
     if a.rows == 0 or w.m.n == 0:
@@ -141,7 +141,7 @@ def swiglu(Team team, g, u, weight, float limit):
         if ws.view.ndim != 1 or ws.view.format[0] != c"f" or ws.view.shape[0] != a.rows:
             raise InputError(f"swiglu weight: expected float32 [{a.rows}], found {weight.dtype} {weight.shape}")
         a.weight = <const float *>ws.view.buf
-    y = empty((a.rows, a.n), float32)
+    y = lines((a.rows, a.n))
     cdef Buffer ys = Buffer(y)
     a.g, a.u, a.y = <const float *>gs.view.buf, <const float *>us.view.buf, <float *>ys.view.buf
     team.run(team.kernels.swiglu, &a, team.share(20.0 * a.rows * a.n))
@@ -292,7 +292,7 @@ def moe(Team team, x, ids, weights, Bank bank, float limit, int slices):
     check_slices(slices, bank.inner, FORMAT_FP4)
     cdef Choices given = Choices(x, ids, weights, bank)
     cdef int64_t rows = given.rows, k = given.k
-    y = empty((rows, bank.dim), float32)
+    y = lines((rows, bank.dim))
     if rows == 0:
         return y
     cdef Buffer ys = Buffer(y)
@@ -341,7 +341,7 @@ def moe_end(Team team, sums):
         raise InputError(f"moe_end: expected float32 [rows, lanes, 1, 2, 4 or 8 slices, d], found {sums.dtype} {sums.shape}")
     cdef moe_end_args a
     a.rows, a.lanes, a.slices, a.d = given.view.shape[0], given.view.shape[1], given.view.shape[2], given.view.shape[3]
-    y = empty((a.rows, a.d), float32)
+    y = lines((a.rows, a.d))
     cdef Buffer ys = Buffer(y)
     a.sums, a.y = <const float *>given.view.buf, <float *>ys.view.buf
     team.run(team.kernels.moe_end, &a, team.share(<double>a.rows * a.lanes * a.slices * a.d))

@@ -96,7 +96,7 @@ def embed(Team team, table, tokens, int streams):
     look(&n, tokens, c"i", 1)
     a.table, a.tokens = <uint16_t *>t.data, <int32_t *>n.data
     a.rows, a.dim, a.streams = n.shape[0], t.shape[1], streams
-    out = empty((a.rows, streams, a.dim), float32)
+    out = lines((a.rows, streams, a.dim))
     a.out = <float *>take(out, c"f", <Py_ssize_t>a.rows * streams * a.dim, True)
     team.run(team.kernels.embed, &a, team.share(4.0 * a.rows * streams * a.dim))
     return out
@@ -108,7 +108,7 @@ def act_quant(Team team, x):
     cdef Array xs
     look(&xs, x, c"f", 2)
     a.x, a.rows, a.dim = <float *>xs.data, xs.shape[0], xs.shape[1]
-    out = empty((a.rows, a.dim), float32)
+    out = lines((a.rows, a.dim))
     a.out = <float *>take(out, c"f", xs.shape[0] * xs.shape[1], True)
     team.run(team.kernels.act_quant, &a, team.share(8.0 * a.rows * a.dim))
     return out
@@ -121,7 +121,7 @@ def rmsnorm(Team team, x, w, float eps):
     look(&xs, x, c"f", 2)
     a.x, a.rows, a.dim, a.eps = <float *>xs.data, xs.shape[0], xs.shape[1], eps
     a.w = <float *>take(w, c"f", a.dim)
-    out = empty((a.rows, a.dim), float32)
+    out = lines((a.rows, a.dim))
     a.out = <float *>take(out, c"f", xs.shape[0] * xs.shape[1], True)
     team.run(team.kernels.rmsnorm, &a, team.share(5.0 * a.rows * a.dim))
     return out
@@ -157,14 +157,14 @@ def hc_pre(Team team, h, hc, norm, float norm_eps, bint head):
     a.base, a.scale = <float *>take(hc.base, c"f", outputs), <float *>take(hc.scale, c"f", 1 if head else 3)
     a.eps, a.mix_eps, a.norm_eps, a.iterations = hc.eps, hc.norm_eps, norm_eps, hc.iterations
     a.norm = NULL if norm is None else <float *>take(norm, c"f", a.dim)
-    u = empty((a.rows, a.dim), float32)
+    u = lines((a.rows, a.dim))
     scratch = empty(<Py_ssize_t>a.rows * (outputs + 1), float32)
     a.u = <float *>take(u, c"f", hs.shape[0] * hs.shape[2], True)
     a.scratch = <float *>take(scratch, c"f", <Py_ssize_t>a.rows * (outputs + 1), True)
     a.post = a.comb = NULL
     post = comb = None
     if not head:
-        post, comb = empty((a.rows, a.streams), float32), empty((a.rows, a.streams, a.streams), float32)
+        post, comb = lines((a.rows, a.streams)), lines((a.rows, a.streams, a.streams))
         a.post = <float *>take(post, c"f", <Py_ssize_t>a.rows * a.streams, True)
         a.comb = <float *>take(comb, c"f", <Py_ssize_t>a.rows * a.streams * a.streams, True)
     team.run(team.kernels.hc_pre, &a, team.share((outputs + 2.0) / 3 * a.rows * a.streams * a.dim))
@@ -182,7 +182,7 @@ def hc_post(Team team, y, h, post, comb):
     a.y = <float *>take(y, c"f", hs.shape[0] * hs.shape[2])
     a.post = <float *>take(post, c"f", hs.shape[0] * hs.shape[1])
     a.comb = <float *>take(comb, c"f", hs.shape[0] * hs.shape[1] * hs.shape[1])
-    out = empty((a.rows, a.streams, a.dim), float32)
+    out = lines((a.rows, a.streams, a.dim))
     a.out = <float *>take(out, c"f", hs.shape[0] * hs.shape[1] * hs.shape[2], True)
     team.run(team.kernels.hc_post, &a, team.share(4.0 * a.rows * a.streams * a.dim))
     return out
@@ -194,7 +194,7 @@ def mean_streams(Team team, h):
     cdef Array hs
     look(&hs, h, c"f", 3)
     a.h, a.rows, a.streams, a.dim = <float *>hs.data, hs.shape[0], hs.shape[1], hs.shape[2]
-    out = empty((a.rows, a.dim), float32)
+    out = lines((a.rows, a.dim))
     a.out = <float *>take(out, c"f", hs.shape[0] * hs.shape[2], True)
     team.run(team.kernels.mean_streams, &a, team.share(2.0 * a.rows * a.streams * a.dim))
     return out
@@ -208,7 +208,7 @@ def rope_angles(Team team, positions, theta):
     look(&ps, positions, c"i", 1)
     look(&ts, theta, c"f", 1)
     a.positions, a.theta, a.rows, a.pairs = <int32_t *>ps.data, <float *>ts.data, ps.shape[0], ts.shape[0]
-    cos, sin = empty((a.rows, a.pairs), float32), empty((a.rows, a.pairs), float32)
+    cos, sin = lines((a.rows, a.pairs)), lines((a.rows, a.pairs))
     a.cos = <float *>take(cos, c"f", ps.shape[0] * ts.shape[0], True)
     a.sin = <float *>take(sin, c"f", ps.shape[0] * ts.shape[0], True)
     team.run(team.kernels.rope_angles, &a, team.share(40.0 * a.rows * a.pairs))
@@ -258,7 +258,7 @@ def decode_keys(Team team, cache, where):
     look_keys(&a.cache, cache)
     look(&ws, where, c"i", 1)
     a.where, a.rows = <int32_t *>ws.data, ws.shape[0]
-    out = empty((a.rows, a.cache.dim), float32)
+    out = lines((a.rows, a.cache.dim))
     a.out = <float *>take(out, c"f", <Py_ssize_t>a.rows * a.cache.dim, True)
     team.run(team.kernels.decode_keys, &a, team.share(8.0 * a.rows * a.cache.dim))
     return out
@@ -286,7 +286,7 @@ def attend(Team team, q, sink, list parts):
             )
         a.parts[i].places, a.parts[i].count = <int32_t *>ps.data, ps.shape[1]
         a.places += a.parts[i].count
-    out = empty((a.rows, a.heads, a.dim), float32)
+    out = lines((a.rows, a.heads, a.dim))
     a.out = <float *>take(out, c"f", qs.shape[0] * qs.shape[1] * qs.shape[2], True)
     a.slots = attend_slots(a.rows, a.places, a.dim)
     threads = team.share(2.0 * a.rows * a.heads * a.places * a.dim)
@@ -326,7 +326,7 @@ def compress_pool(Team team, ring, slots, entries, int ratio, int capacity):
     a.ring_kv, a.ring_gate = <float *>ring_kv.data, <float *>take(ring[1], c"f", ring_kv.shape[0] * ring_kv.shape[1])
     a.slots, a.entries = <int32_t *>take(slots, c"i", es.shape[0]), <int32_t *>es.data
     a.rows, a.dim, a.ratio, a.capacity = es.shape[0], ring_kv.shape[1] // parts, ratio, capacity
-    out = empty((a.rows, a.dim), float32)
+    out = lines((a.rows, a.dim))
     a.out = <float *>take(out, c"f", <Py_ssize_t>a.rows * a.dim, True)
     team.run(team.kernels.compress_pool, &a, team.share(30.0 * a.rows * a.dim * ratio * parts))
     return out
@@ -351,7 +351,7 @@ def index_query(Team team, q, angles):
     look(&qs, q, c"f", 3)
     look_rope(&a.rope, angles, qs.shape[0])
     a.x, a.rows, a.heads, a.dim = <float *>qs.data, qs.shape[0], qs.shape[1], qs.shape[2]
-    out = empty((a.rows, a.heads, a.dim), float32)
+    out = lines((a.rows, a.heads, a.dim))
     a.out = <float *>take(out, c"f", qs.shape[0] * qs.shape[1] * qs.shape[2], True)
     index_quant(team, &a)
     return out
@@ -378,7 +378,7 @@ def decode_index(Team team, cache, where):
     look_index(&a.cache, cache)
     look(&ws, where, c"i", 1)
     a.where, a.rows = <int32_t *>ws.data, ws.shape[0]
-    out = empty((a.rows, a.cache.dim), float32)
+    out = lines((a.rows, a.cache.dim))
     a.out = <float *>take(out, c"f", <Py_ssize_t>a.rows * a.cache.dim, True)
     team.run(team.kernels.decode_index, &a, team.share(20.0 * a.rows * a.cache.dim))
     return out
@@ -490,7 +490,7 @@ def gate(Team team, x, Matrix w, bias, fixed, tokens, int k, float scale):
         if fs.shape[1] != k:
             raise InputError(f"gate: expected {k} fixed experts per token, found {fs.shape[1]}")
         a.fixed, a.tokens = <int64_t *>fs.data, <int32_t *>take(tokens, c"i", a.rows)
-    ids, weights = empty((a.rows, k), int32), empty((a.rows, k), float32)
+    ids, weights = empty((a.rows, k), int32), lines((a.rows, k))
     scratch = empty(ls.shape[0] * (a.experts + k), float32)
     a.ids = <int32_t *>take(ids, c"i", ls.shape[0] * k, True)
     a.weights = <float *>take(weights, c"f", ls.shape[0] * k, True)

@@ -368,8 +368,12 @@ def test_pool_in_rings_of_any_capacity(ratio, capacity):
 
 # ---------------------------------------------------------------------- memory
 def poison():
-    """Free memory of many sizes, all NaN: what np.empty hands out next."""
+    """Free memory of many sizes and kept arrays, all NaN: what np.empty and lines hand out next."""
     blocks = [np.full(size, np.nan, np.float32) for size in (*range(1, 200), *np.geomspace(200, 3e6, 60).astype(int))]
+    for shape, count in _cpu.kept_arrays().items():
+        blocks += [_cpu.lines(shape) for _ in range(count)]
+    for block in blocks:
+        block.fill(np.nan)
     del blocks
     gc.collect()
 
