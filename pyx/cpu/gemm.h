@@ -17,7 +17,6 @@
 #define GROUP 32                   /* k of one FP4 scale */
 #define BLOCK 64                   /* rows computed together */
 #define MAX_SLICES 8
-#define FEW (3 * V16_ROWS)         /* up to so many rows, weights are decoded in registers */
 #define NEAR (512 << 10) /* bytes of weights that every thread's own cache holds: threads then share the rows, as all */
 #define ROWS_EACH 8      /* kernels of rows do, so that a row stays with its thread; of fewer rows they share outputs */
 #define INLINE static inline __attribute__((always_inline))

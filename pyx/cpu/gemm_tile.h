@@ -28,7 +28,7 @@ INLINE void FN(tile_block)(const int R, const int C, const float *weight, int64_
     for (int r = 0; r < R; r++) FN(add_sums)(sums + r * width, sum + r * C, C, first);
 }
 
-/* Of `rows` > FEW rows and nn outputs, up to a multiple of V16_COLUMNS; x[row] + at are their inputs. */
+/* Of `rows` > FEW_NEAR rows and nn outputs, up to a multiple of V16_COLUMNS; x[row] + at are their inputs. */
 static void FN(tile_sums)(const float *tile, int64_t apart, int nn, const float *const *x, int64_t at, int rows,
                           int64_t len, int first, float *sums, int64_t width)
 {
@@ -54,7 +54,8 @@ static void FN(tile_sums)(const float *tile, int64_t apart, int nn, const float 
 /* Whether strip_tile can do it. */
 static inline int FN(tile_fits)(const struct matrix *w, int rows, int slices)
 {
-    return rows > FEW && w->format != FORMAT_FP4 && w->k / slices % 16 == 0;
+    const int few = w->n * w->weight_stride <= NEAR ? FEW_NEAR : FEW;
+    return rows > few && w->format != FORMAT_FP4 && w->k / slices % 16 == 0;
 }
 
 /* As strip, to sums [slice][row][width], `apart` floats from slice to slice. Sums beyond nn, up to a multiple of four,

@@ -9,6 +9,8 @@
 #define V16_COLUMNS 2
 #define V16_MANY 2
 #define TILE_ROWS 2
+#define FEW 6
+#define FEW_NEAR 6
 #define V16_KEY_STEPS 0
 
 typedef struct { __m256 a, b; } v16;

@@ -9,6 +9,8 @@
 #define V16_COLUMNS 4
 #define V16_MANY 8 /* rows whose sums fit with two outputs */
 #define TILE_ROWS 6
+#define FEW 8
+#define FEW_NEAR 7
 #ifdef V16_BF16
 #define V16_KEY_STEPS 3
 #else

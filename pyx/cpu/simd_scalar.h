@@ -12,6 +12,8 @@
 #define V16_COLUMNS 2
 #define V16_MANY 2
 #define TILE_ROWS 2    /* the same, of weights that are floats already */
+#define FEW 6          /* up to so many rows, weights are decoded in registers (TILE_ROWS 6 wants 7 or more), */
+#define FEW_NEAR 6     /* up to so many where the matrix stays in a thread's own cache */
 #define V16_KEY_STEPS 3 /* powers of two that keys' bytes may be multiplied by; 0: v16i_dot has 16 bits */
 
 typedef struct { float f[16]; } v16;
