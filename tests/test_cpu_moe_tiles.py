@@ -57,9 +57,11 @@ def test_any_number_of_rows(case):
 
 
 @pytest.mark.parametrize("fmt", ("fp4", "fp8"))
-@pytest.mark.parametrize("scales", ([12], [46], [47, 48, 60], [47, 120, 147], [148, 147], [0, 120], [110, 120, 180, 254]), ids=str)
+@pytest.mark.parametrize(
+    "scales", ([12], [46], [47, 48, 60], [47, 120, 147], [148, 147], [0, 120], [110, 120, 180, 254]), ids=str
+)
 def test_scales_near_one_and_far_from_it(fmt, scales):
-    """Up to a bound scales are part of the tile; with the least activations there are, sums then are still normal numbers."""
+    """Up to a bound scales are part of the tile; sums of the least activations there are then are still normal numbers."""
     arrays = layer(256, 128, fmt, np.array(scales, np.uint8))
     x = inputs(9, 256) * np.float32(2) ** np.array([-40, -30, -20, -12, -4, 0, 4, 20, 90], np.float32)[:, None]
     expected = one_by_one(arrays, x, 1)
@@ -67,6 +69,20 @@ def test_scales_near_one_and_far_from_it(fmt, scales):
     for isa in ISAS:
         y = result(isa, arrays, x, 1)(slice(0, 9))
         same_bits(np.where(np.isnan(y), np.nan, y), np.where(np.isnan(expected), np.nan, expected), isa)
+
+
+def test_products_that_cancel_before_they_are_scaled():
+    """With their scale each of them would be infinite."""
+    routed, shared = layer(256, 128, "fp4", np.array([200], np.uint8))
+    for _, codes, _ in (routed[0][0], routed[0][2]):
+        codes[...] = (codes & 15) * 17
+    for _, codes, _ in shared:
+        codes[...] = 0
+    x = np.repeat(np.float32(2.0**60) * inputs(9, 128), 2, axis=1)
+    x[:, 1::2] *= -1
+    for isa in ISAS:
+        y = result(isa, (routed, shared), x, 1)
+        assert not y(slice(0, 9)).any() and not y(slice(0, 1)).any(), isa
 
 
 def test_every_code():

@@ -27,7 +27,8 @@ static const uint8_t FN(e4m3_place)[64] __attribute__((aligned(64))) = {
 /* The same with every two exchanged: of each 32 in a vector, number l above number l + 16. */
 #define FOUR_PAIRS(m) m + 16, m, m + 17, m + 1, m + 18, m + 2, m + 19, m + 3
 static const uint8_t FN(e4m3_pairs)[64] __attribute__((aligned(64))) = {
-    FOUR_PAIRS(0), FOUR_PAIRS(32), FOUR_PAIRS(4), FOUR_PAIRS(36), FOUR_PAIRS(8), FOUR_PAIRS(40), FOUR_PAIRS(12), FOUR_PAIRS(44)};
+    FOUR_PAIRS(0), FOUR_PAIRS(32), FOUR_PAIRS(4),  FOUR_PAIRS(36),
+    FOUR_PAIRS(8), FOUR_PAIRS(40), FOUR_PAIRS(12), FOUR_PAIRS(44)};
 
 struct FN(tables) {
     __m512i low[2], high[2];

@@ -33,7 +33,8 @@ INLINE void FN(fp4_step)(const uint8_t *codes, const int half, __m512i which, __
 
 /* Outputs n0 .. n0+nn−1 (up to a multiple of four, the last one again) of FP4, inputs k .. k+len−1, the last 64 filled up
  * with zeros. Whether no scale is too far from one. */
-static int FN(fp4_tile)(const struct matrix *w, struct ahead to, int64_t n0, int nn, int64_t k, int64_t len, uint16_t *tile)
+static int FN(fp4_tile)(const struct matrix *w, struct ahead to, int64_t n0, int nn, int64_t k, int64_t len,
+                        uint16_t *tile)
 {
     const __mmask32 groups = (__mmask32)((1ull << len / GROUP) - 1);
     const __m512i two = _mm512_set1_epi16(2);
@@ -60,7 +61,8 @@ static int FN(fp4_tile)(const struct matrix *w, struct ahead to, int64_t n0, int
 }
 
 /* As fp4_tile, of FP8: len a multiple of 128, all outputs within 128 of one scale. */
-static void FN(fp8_tile)(const struct matrix *w, struct ahead to, int64_t n0, int nn, int64_t k, int64_t len, uint16_t *tile)
+static void FN(fp8_tile)(const struct matrix *w, struct ahead to, int64_t n0, int nn, int64_t k, int64_t len,
+                         uint16_t *tile)
 {
     const uint8_t *scale = w->scale + n0 / 128 * w->scale_stride + k / 128, *fetch = FN(byte_ahead)(to, k);
     for (int64_t i = 0; i < len; i += 128, scale++) {
@@ -116,8 +118,8 @@ INLINE void FN(pairs_block)(const int fp4, const int R, const uint16_t *tile, co
     case R: FN(pairs_block)(fp4, R, tile, x, k, len, first, sums); break;
 
 /* pairs_block of up to four rows. */
-INLINE void FN(pairs_rows)(const int fp4, int rows, const uint16_t *tile, const uint16_t *const *x, int64_t k, int64_t len,
-                           int first, float *sums)
+INLINE void FN(pairs_rows)(const int fp4, int rows, const uint16_t *tile, const uint16_t *const *x, int64_t k,
+                           int64_t len, int first, float *sums)
 {
     switch (rows) {
         PAIRS_ROWS(1)

@@ -105,7 +105,8 @@ static void FN(moe_inputs)(struct moe_args *a, int tid, int n)
         quant_block_e4m3(a->x + at, a->plain + at, len);
         if (a->packed) FN(pack)(a, a->plain + at, a->packed, job / blocks * TO_64(a->d) + k, len);
 #ifdef V16_BF16
-        if (len == E4M3_BLOCK && a->rows > FEW_PAIRS) FN(pack_fp8)(a->plain + at, a->pairs + job / blocks * TO_64(a->d) + k, len);
+        if (len == E4M3_BLOCK && a->rows > FEW_PAIRS)
+            FN(pack_fp8)(a->plain + at, a->pairs + job / blocks * TO_64(a->d) + k, len);
 #endif
     }
 }
