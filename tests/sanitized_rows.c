@@ -163,7 +163,7 @@ static int attend_case(int rows, int heads, int dim, int rope_dim, int parts)
         a.parts[p] = (struct attend_part){key_cache(9, dim, rope_dim), places, counts[p]};
     }
     a.slots = attend_slots(rows, a.places, dim);
-    a.scratch = block(3 * 4 * attend_scratch(&a), 4);
+    a.scratch = block(3 * 4 * attend_scratch(&a), sizeof(float *));
     return EVERYWHERE(attend, a, {a.out, 4 * count});
 }
 

@@ -219,26 +219,35 @@ def test_absent_places_and_parts_change_no_bits(seed, t, heads, dims, first, sec
         assert not whole.any()
 
 
-@pytest.mark.parametrize("entries, window", [(16, 64), (3, 20), (70, 33), (0, 1)])
-def test_rows_that_see_nearly_the_same_keys_attend_as_each_alone(entries, window):
-    """Decoded keys are used again by the rows after: windows that move by one, entries that come and go."""
-    rng, rows, n = np.random.default_rng(5), 150, 120
+@pytest.mark.parametrize("heads, entries, window", [(4, 16, 64), (3, 3, 20), (5, 70, 33), (1, 0, 1), (4, 270, 30), (3, 0, 64)])
+def test_rows_that_see_nearly_the_same_keys_attend_as_each_alone(heads, entries, window):
+    """Decoded keys are used again by the rows after: windows that move by one, entries that come and go, and after some
+    rows another sequence, of which some keys are the same."""
+    rng, rows, n = np.random.default_rng(5), 150, 120 + entries
     ops = SETS[-1]
     ring, cache = ops.key_cache(n, 96, 32), ops.key_cache(n, 96, 32)
     for keys in (ring, cache):
         ops.encode_keys(make.normal(rng, n, 96), keys, np.arange(n, dtype=np.int32))
-    q, sink = make.normal(rng, rows, 3, 96), make.normal(rng, 3)
-    moving = np.array([[(t - window + 1 + i) % n if t - window + 1 + i >= 0 else -1 for i in range(window)] for t in range(rows)])
-    chosen = np.array([np.sort((rng.permutation(entries + 4) + t // 40)[:entries]) for t in range(rows)])
-    parts = [(cache, chosen.astype(np.int32).reshape(rows, entries)), (ring, moving.astype(np.int32))]
+    q, sink = make.normal(rng, rows, heads, 96), make.normal(rng, heads)
+    first = [t + 37 * (t // 60) - window + 1 for t in range(rows)]
+    moving = np.array([[(at + i) % n if at + i >= 0 else -1 for i in range(window)] for at in first])
+    chosen = []
+    for t in range(rows):
+        some = np.sort(rng.permutation(entries + 4)[:entries]) if t % 9 < 3 else chosen[-1].copy()
+        some[: entries // 2 : 5] = np.sort(rng.permutation(entries + 4)[: some[: entries // 2 : 5].size])
+        chosen.append(some)
+    chosen[20:25] = [np.full(entries, -1)] * 5
+    parts = [(cache, np.array(chosen, np.int32).reshape(rows, entries)), (ring, moving.astype(np.int32))]
     alone = [ops.attend(q[t : t + 1], sink, [(c, np.ascontiguousarray(p[t : t + 1])) for c, p in parts]) for t in range(rows)]
     for other in ALL:
-        same_bits(other.attend(q, sink, parts), np.concatenate(alone), f"{other.team.isa}, {other.team.threads} threads")
+        for count in (2, 7, 48, rows):
+            found = other.attend(q[:count], sink, [(c, p[:count]) for c, p in parts])
+            same_bits(found, np.concatenate(alone[:count]), f"{other.team.isa}, {other.team.threads} threads, {count} rows")
 
 
 # ---------------------------------------------------------------------- hyper-connections
 @some
-@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 16), st.sampled_from([5, 16, 48, 130]))
+@given(st.integers(0, 10**6), st.integers(1, 64), st.integers(1, 16), st.sampled_from([5, 16, 48, 130]))
 def test_hyper_connections_of_any_shape(seed, t, m, d):
     rng = np.random.default_rng(seed)
     h, norm = make.normal(rng, t, m, d), make.normal(rng, d)

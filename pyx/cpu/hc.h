@@ -1,12 +1,35 @@
 /* Hyper-connections: mixing the m streams into a sub-layer's input, and its output back into them. */
 #pragma once
 
-enum { HC_ROWS = 4, HC_OUTPUTS = 4, HC_LANES = 16 };
+enum { HC_ROWS = DOT_ROWS, HC_OUTPUTS = DOT_B, HC_LANES = 16 }; /* of fn · f that are one thread's at a time */
 
 /* Rows of fn: a head has only the m of pre. */
 static inline int hc_outputs(const struct hc_pre_args *a)
 {
     return a->comb ? (2 + a->streams) * a->streams : a->streams;
+}
+
+INLINE void hc_block(const float *f, const float *fn, int width, int count, float *out, int64_t ldo, const int rows)
+{
+    const float *b[HC_OUTPUTS];
+    for (int j = 0; j < count; j++) b[j] = fn + (int64_t)j * width;
+    if (count == HC_OUTPUTS) dot_block(f, width, b, width, out, ldo, rows, HC_OUTPUTS);
+    else
+        for (int j = 0; j < count; j++) dot_block(f, width, b + j, width, out + j, ldo, rows, 1);
+}
+
+static void hc_rows(const float *f, const float *fn, int width, int count, float *out, int64_t ldo, int rows)
+{
+    switch (rows) {
+#if V16_ROWS == 4
+    case 6: hc_block(f, fn, width, count, out, ldo, 6); return;
+    case 5: hc_block(f, fn, width, count, out, ldo, 5); return;
+    case 4: hc_block(f, fn, width, count, out, ldo, 4); return;
+    case 3: hc_block(f, fn, width, count, out, ldo, 3); return;
+#endif
+    case 2: hc_block(f, fn, width, count, out, ldo, 2); return;
+    default: hc_block(f, fn, width, count, out, ldo, 1); return;
+    }
 }
 
 /* fn · f of every row and 1 / rms(f), into scratch [rows, outputs] and after it [rows]. */
@@ -20,9 +43,8 @@ static void hc_mixes(const struct hc_pre_args *a, int tid, int n)
         int o = (int)(unit % groups) * HC_OUTPUTS, rows = a->rows - t < HC_ROWS ? (int)(a->rows - t) : HC_ROWS;
         int count = outputs - o < HC_OUTPUTS ? outputs - o : HC_OUTPUTS;
         const float *f = a->h + t * width;
-        dots(f, width, rows, a->fn + (int64_t)o * width, width, count, width, a->scratch + t * outputs + o, outputs);
-        for (int i = 0; !o && i < rows; i++)
-            a->scratch[(int64_t)a->rows * outputs + t + i] = inverse_rms(f + (int64_t)i * width, width, a->mix_eps);
+        if (!o) inverse_rms_of(f, width, rows, a->mix_eps, a->scratch + (int64_t)a->rows * outputs + t);
+        hc_rows(f, a->fn + (int64_t)o * width, width, count, a->scratch + t * outputs + o, outputs, rows);
     }
 }
 

@@ -7,6 +7,13 @@ static inline float inverse_rms(const float *x, int n, float eps)
     return 1.0f / sqrtf(sum_squares(x, n) / (float)n + eps);
 }
 
+/* The same of rows <= DOT_ROWS rows, one after the other. */
+static inline void inverse_rms_of(const float *x, int n, int rows, float eps, float *out)
+{
+    sums_of_squares(x, n, rows, out);
+    for (int i = 0; i < rows; i++) out[i] = 1.0f / sqrtf(out[i] / (float)n + eps);
+}
+
 /* y = x · r · w; w NULL: x · r. y may be x. */
 static inline void scale_row(const float *x, float r, const float *w, float *y, int n)
 {

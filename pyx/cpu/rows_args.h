@@ -49,28 +49,31 @@ struct encode_keys_args {
 
 struct decode_keys_args { struct key_cache cache; const int32_t *where; float *out; int rows; };
 
-enum { MAX_PARTS = 8, TILE = 32 }; /* TILE: keys in work at a time */
+enum { MAX_PARTS = 8, TILE = 32, MANY_KEYS = 8 * TILE }; /* keys whose softmax is in step, and in work at a time */
 enum { NEAR_KEYS = 256 << 10 };     /* bytes of decoded keys that stay in a core's own cache */
 struct attend_part { struct key_cache cache; const int32_t *places; int count; };
 struct attend_args {
     const float *q, *sink;
-    float *out, *scratch; /* scratch: per thread attend_scratch() floats */
+    float *out, *scratch; /* scratch: per thread attend_scratch() floats, where a pointer may lie */
     struct attend_part parts[MAX_PARTS];
     int part_count, rows, heads, dim;
     int places; /* of a row, in all parts */
     int slots;  /* decoded keys that a thread holds: attend_slots() */
 };
 static inline int key_stride(int dim) { return (dim + 15) / 16 * 16; }
-/* Where a row's keys stay near, those of the next rows that are the same are used again: with TILE more than that takes,
- * by some rows. */
+/* All keys of a row, where they stay near: those of the next rows that are the same are used again. With 2 TILE more
+ * than one row takes, by some rows. Otherwise a tile. */
 static inline int attend_slots(int rows, int places, int dim)
 {
     const int slots = places + 2 * TILE;
     return rows > 1 && 4ll * slots * key_stride(dim) <= NEAR_KEYS ? slots : TILE;
 }
+/* room for a row's places: a tile's at least, and sixteen more that are looked at */
+static inline int64_t row_places(const struct attend_args *a) { return (a->places + TILE + 15) / 16 * 16 + 16; }
 static inline int64_t attend_scratch(const struct attend_args *a)
 {
-    return (int64_t)(a->slots + a->heads) * key_stride(a->dim) + 4 * TILE + (2 * (a->heads + a->places) + 15) / 16 * 16;
+    const int64_t lists = row_places(a) * (3 + 2 * (int64_t)sizeof(float *) / 4);
+    return (int64_t)(a->slots + a->heads) * key_stride(a->dim) + 4 * MANY_KEYS + lists + (2 * a->heads + 15) / 16 * 16;
 }
 
 struct compress_store_args {

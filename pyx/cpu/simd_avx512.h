@@ -91,6 +91,16 @@ static inline void v16_sum8(const v16 *x, float *sums)
     t = _mm512_add_ps(t, _mm512_permute_ps(t, 0xb1));
     _mm256_storeu_ps(sums, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x5555, t)));
 }
+/* x[i] = quarter i of x[0], x[1], .. */
+static inline void v16_quarters(v16 *x)
+{
+    const v16 a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+    const v16 c = _mm512_shuffle_f32x4(x[2], x[3], 0x44), d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+    x[0] = _mm512_shuffle_f32x4(a, c, 0x88);
+    x[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    x[2] = _mm512_shuffle_f32x4(b, d, 0x88);
+    x[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
+}
 static inline float v16_hmax(v16 x)
 {
     __m256 a = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
