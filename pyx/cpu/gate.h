@@ -60,11 +60,13 @@ static void FN(gate)(void *args, int tid, int n)
     int64_t from, to;
     int k = a->k;
     team_share(a->rows, tid, n, &from, &to);
+    const float *logits = a->logits;
+    float *restrict scores = a->scratch; /* [rows, experts], then keys [rows, k] */
+    for (int64_t i = from * a->experts; i < to * a->experts; i++) scores[i] = sqrtf(softplus(logits[i]));
     for (int64_t t = from; t < to; t++) {
-        const float *logits = a->logits + t * a->experts;
-        float *restrict score = a->scratch + t * (a->experts + k), *keys = score + a->experts, sum = 0;
+        const float *score = scores + t * a->experts;
+        float *keys = scores + (int64_t)a->rows * a->experts + t * k, sum = 0;
         int32_t *ids = a->ids + t * k;
-        for (int e = 0; e < a->experts; e++) score[e] = sqrtf(softplus(logits[e]));
         if (a->fixed)
             for (int i = 0; i < k; i++) ids[i] = (int32_t)a->fixed[(int64_t)a->tokens[t] * k + i];
         else

@@ -167,17 +167,23 @@ static void FN(hc_pre)(void *args, int tid, int n)
     }
 }
 
-INLINE void hc_post_row(const struct hc_post_args *a, int64_t t, int i, int left, const int m)
+/* out_k = post_k y + Σ_j comb_jk h_j of one row in dims start .. end − 1; held: the factors fit in registers */
+INLINE void hc_post_row(const struct hc_post_args *a, int64_t t, int start, int end, const int m, const int held)
 {
     int dim = a->dim;
-    const float *h = a->h + t * m * dim + i, *post = a->post + t * m, *comb = a->comb + t * m * m;
-    float *out = a->out + t * m * dim + i;
-    v16 y = load_some(a->y + t * dim + i, left), x[MAX_STREAMS];
-    for (int j = 0; j < m; j++) x[j] = load_some(h + (int64_t)j * dim, left);
-    for (int k = 0; k < m; k++) {
-        v16 sum = v16_mul(v16_set1(post[k]), y);
-        for (int j = 0; j < m; j++) sum = v16_fma(v16_set1(comb[j * m + k]), x[j], sum);
-        store_some(out + (int64_t)k * dim, sum, left);
+    const float *h = a->h + t * m * dim, *y = a->y + t * dim, *post = a->post + t * m, *comb = a->comb + t * m * m;
+    float *out = a->out + t * m * dim;
+    v16 p[4], c[16], x[MAX_STREAMS];
+    for (int k = 0; held && k < m; k++) p[k] = v16_set1(post[k]);
+    for (int i = 0; held && i < m * m; i++) c[i] = v16_set1(comb[i]);
+    for (int i = start; i < end; i += 16) {
+        v16 from = load_some(y + i, end - i);
+        for (int j = 0; j < m; j++) x[j] = load_some(h + (int64_t)j * dim + i, end - i);
+        for (int k = 0; k < m; k++) {
+            v16 sum = v16_mul(held ? p[k] : v16_set1(post[k]), from);
+            for (int j = 0; j < m; j++) sum = v16_fma(held ? c[j * m + k] : v16_set1(comb[j * m + k]), x[j], sum);
+            store_some(out + (int64_t)k * dim + i, sum, end - i);
+        }
     }
 }
 
@@ -189,9 +195,7 @@ static void FN(hc_post)(void *args, int tid, int n)
     for (int64_t unit = from; unit < to; unit++) {
         int64_t t = unit / blocks;
         int start = (int)(unit % blocks) * CHUNK, end = a->dim - start < CHUNK ? a->dim : start + CHUNK;
-        for (int i = start; i < end; i += 16) {
-            if (a->streams == 4) hc_post_row(a, t, i, end - i, 4); /* the usual number, unrolled */
-            else hc_post_row(a, t, i, end - i, a->streams);
-        }
+        if (a->streams == 4) hc_post_row(a, t, start, end, 4, 1); /* the usual number, unrolled */
+        else hc_post_row(a, t, start, end, a->streams, 0);
     }
 }
