@@ -54,7 +54,7 @@ class Recorder:
     def __call__(self, found) -> None:
         self.rounds.append(
             RecordedRound(
-                conf=tuple(found.draft.confidence.tolist()) if found.draft else (),
+                conf=tuple(found.confidence),
                 k=found.length,
                 accept=found.accepted,
                 margin=found.margin,

@@ -56,25 +56,25 @@ class BlockStep(Step):
         return self.pool.config.dspark.block_size
 
     @cached_property
-    def window_places(self):
-        """int32 [T, W]: the last W committed positions, the same for every row of a block."""
-        last = self.ops.table(np.repeat(self.rows.positions[:: self.size] - np.int32(1), self.size))
-        return self.ops.ring_places(self.slots, last, self.pool.window, self.pool.window_capacity)
+    def _last(self):
+        """int32 [T]: the last position of each row's block."""
+        return self.ops.table(np.repeat(self.rows.positions[self.size - 1 :: self.size], self.size))
 
     @cached_property
-    def _where(self) -> np.ndarray:
-        first = self.rows.slots[:: self.size, None] * np.int32(self.size)
-        return first + np.arange(self.size, dtype=np.int32)
+    def window_places(self):
+        """int32 [T, W]: the last W committed positions, the same for every row of a block."""
+        before = self._last - np.int32(self.size)
+        return self.ops.ring_places(self.slots, before, self.pool.window, self.pool.window_capacity)
 
     @cached_property
     def block_where(self):
-        """int32 [T]: where the blocks' own keys go."""
-        return self.ops.table(self._where.ravel())
+        """int32 [T]: where the blocks' own keys go, a ring of one block in each slot."""
+        return self._ring_places(1, self.size).reshape(-1)
 
     @cached_property
     def block_places(self):
         """int32 [T, B]: the keys of a row's own block, all of them."""
-        return self.ops.table(np.repeat(self._where, self.size, 0))
+        return self.ops.ring_places(self.slots, self._last, self.size, self.size)
 
 
 @dataclass(frozen=True)
@@ -117,41 +117,37 @@ class Draft(Model):
         for stage, state in zip(draft.stages, pool.stages):
             h = self.block(stage, h, step, state)
         y = ops.hc_head(h, draft.hc_head)
+        y = y.reshape(len(asks), size, -1).swapaxes(0, 1).reshape(y.shape)  # by places, as the chain goes
         logits = self.logits(ops.rmsnorm(y, draft.norm, c.rms_norm_eps))
         return None if logits is None else self.chain(y, logits, asks)
 
     def chain(self, y: Any, logits: Any, asks: Sequence[Ask]) -> list[Drafted | Exception]:
         """The markov chain: each place's logits and confidence depend on the token drafted before it.
 
-        y [n · B, d], logits [n · B, vocab]: the stages' output and its head, for n blocks. Tokens stay where the backend
-        computes, and nothing waits for it before the end, but for those that a sampling choose must see the logits of.
+        y [B · n, d], logits [B · n, vocab]: the stages' output and its head for n blocks, all first places first; logits
+        become those the tokens are chosen from. Tokens stay where the backend computes, and nothing waits for it before
+        the end, but for those that a sampling choose must see the logits of.
         """
         ops, draft, size = self.ops, self.weights.draft, self.config.dspark.block_size
-        ids, lead, confidence = (ops.zeros((size, len(asks)), t) for t in (np.int32, np.float32, np.float32))
-        tokens = ops.table(np.array([ask.token for ask in asks], np.int32))
-        choices = [_Choice(ask, logits.shape[1]) for ask in asks]
-        sampled = [i for i, ask in enumerate(asks) if ask.choose is not greedy]
-        where = ops.table(np.array(sampled, np.int64))
-        for place in range(size):
-            previous = ops.embed(draft.markov_w1, tokens, 1)[:, 0]
-            scores = logits[place::size] + ops.linear(previous, draft.markov_w2)
-            joined = np.concatenate([y[place::size], previous], axis=1)
-            confidence[place] = ops.linear(joined, draft.confidence)[:, 0]
-            tokens, lead[place] = ops.best(scores)
-            if sampled:
-                chosen = [choices[i].token(row, place) for i, row in zip(sampled, ops.to_host(scores[where]))]
-                tokens[where] = ops.table(np.array(chosen, np.int32))
-            ids[place], logits[place::size] = tokens, scores
-        ids, lead, confidence = (ops.to_host(array).T for array in (ids, lead, confidence))
-        broken, found = np.isnan(lead), []
-        whole = not broken.any()
-        for i, (ask, choice) in enumerate(zip(asks, choices)):
-            scores = logits[i * size : (i + 1) * size]
-            if not whole and ask.choose is greedy and broken[i].any():
-                bad = int(broken[i].argmax())
-                choice.token(ops.to_host(scores[bad]), bad)
-            found.append(choice.error or Drafted(ids[i], ops.to_host(scores) if ask.logits else None, confidence[i]))
-        return found
+        tokens, lead = ops.zeros((1 + size, len(asks)), np.int32), ops.zeros((size, len(asks)), np.float32)
+        tokens[0] = ops.table(np.array([ask.token for ask in asks], np.int32))
+        choices = {i: _Choice(ask, logits.shape[1]) for i, ask in enumerate(asks) if ask.choose is not greedy}
+        sampled = ops.table(np.array(list(choices), np.int64))
+        logits = logits.reshape(size, len(asks), -1)
+        for place, scores in enumerate(logits):
+            scores += ops.linear(ops.embed(draft.markov_w1, tokens[place], 1)[:, 0], draft.markov_w2)
+            tokens[place + 1], lead[place] = ops.best(scores)
+            if choices:
+                chosen = [one.token(row, place) for one, row in zip(choices.values(), ops.to_host(scores[sampled]))]
+                tokens[place + 1][sampled] = ops.table(np.array(chosen, np.int32))
+        previous = ops.embed(draft.markov_w1, tokens[:-1].reshape(-1), 1)[:, 0]
+        confidence = ops.linear(np.concatenate([y, previous], axis=1), draft.confidence).reshape(size, -1)
+        ids, lead, confidence = (ops.to_host(array).T for array in (tokens[1:], lead, confidence))
+        for i, place in np.argwhere(np.isnan(lead)).tolist():
+            if asks[i].choose is greedy:  # and says what is wrong with the first such logits
+                choices.setdefault(i, _Choice(asks[i], logits.shape[2])).token(ops.to_host(logits[place, i]), place)
+        blocks = [Drafted(ids[i], ops.to_host(logits[:, i]) if ask.logits else None, confidence[i]) for i, ask in enumerate(asks)]
+        return [choices[i].error or block if i in choices else block for i, block in enumerate(blocks)]
 
 
 class _Choice:

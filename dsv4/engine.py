@@ -112,7 +112,8 @@ class Engine:
 
     def draft_blocks(self, asks: Sequence[Ask]) -> list[Drafted | Exception] | None:
         """Drafted blocks, of one slot or several: Draft.draft."""
-        with self.crew.command("draft_blocks", [ask._replace(choose=None) for ask in asks]):
+        told = [ask._replace(choose=None) for ask in asks] if self.crew.leads else ()
+        with self.crew.command("draft_blocks", told):
             return self.draft.draft(self.pool, asks)
 
     @property

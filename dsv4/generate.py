@@ -102,7 +102,7 @@ def prompt_tokens(engine, prompt: str | Sequence[int]) -> list[int]:
         tokens = engine.tokenizer.encode_prompt(prompt)
     else:
         tokens = list(prompt)
-    tokens = check_tokens(tokens, engine.config.vocab_size).tolist()
+    tokens = check_tokens(tokens, engine.config.vocab_size)
     if not tokens:
         raise InputError("prompt: expected at least one token; found none")
     return tokens
@@ -240,31 +240,41 @@ class Answer:
         self._ends = set(params.stop_ids) | (set() if params.ignore_eos else set(engine.config.eos_token_ids))
         self._detokenizer = engine.tokenizer.stream() if engine.tokenizer else None
         self._matcher = StopMatcher(params.stop)
+        push = self._detokenizer.push if self._detokenizer else lambda token: ""
+        self._say = (lambda token: self._matcher.push(push(token))) if params.stop else push  # the text that a token adds
         self._round: tuple[Round | None, RoundRecord | None] = None, None  # the last one seen, and as a record
         self._number = self.count = 0
         self._start = self._first = self._last = time.perf_counter()
 
-    def push(self, token: int, logits: np.ndarray, found: Round | None) -> Step:
-        """The next token as a step; its finish_reason says whether it is the last, which then gets the numbers."""
-        self.count += 1
+    def push(self, tokens: list[int], logits: Sequence[np.ndarray], found: Round | None) -> list[Step]:
+        """The next tokens as steps, up to one with a finish_reason: that is the last, which then gets the numbers."""
         self._last = time.perf_counter()
-        if self.count == 1:
+        if not self.count:
             self._first = self._last
-        ended = token in self._ends
-        text = "" if ended or self._detokenizer is None else self._matcher.push(self._detokenizer.push(token))
-        reason = "stop" if ended or self._matcher.found else "length" if self.count == self.limit else None
-        if reason and self._detokenizer:
-            text += self._matcher.push(self._detokenizer.finish()) + self._matcher.finish()
-        n = self._params.logprobs
-        scores = (None, None) if n is None else token_logprobs(logits, token, n)
-        return Step(token, text, *scores, self._record(found), reason)
+        record, n, steps = self._record(found), self._params.logprobs, []
+        for row, token in enumerate(tokens):
+            self.count += 1
+            ended = token in self._ends
+            text = "" if ended else self._say(token)
+            reason = "stop" if ended or self._matcher.found else "length" if self.count == self.limit else None
+            if reason:
+                text += self._rest()
+            scores = (None, None) if n is None else token_logprobs(logits[row], token, n)
+            steps.append(Step(token, text, *scores, record, reason))
+            if reason:
+                break
+        return steps
+
+    def _rest(self) -> str:
+        """The text that was held back, at the end."""
+        left = self._detokenizer.finish() if self._detokenizer else ""
+        return self._matcher.push(left) + self._matcher.finish()
 
     def _record(self, found: Round | None) -> RoundRecord | None:
         if found is not None and found is not self._round[0]:
             self._number += 1
-            draft = found.draft
-            drafted = (tuple(draft.ids.tolist()), tuple(draft.confidence.tolist())) if draft else ((), ())
-            self._round = found, RoundRecord(self._number, *drafted, found.length, found.accepted)
+            drafted, confidence = tuple(found.drafted), tuple(found.confidence)
+            self._round = found, RoundRecord(self._number, drafted, confidence, found.length, found.accepted)
         return self._round[1] if found is not None else None
 
     def numbers(self) -> dict[str, dict]:
@@ -297,7 +307,7 @@ def _steps(engine, prompt: list[int], params: SamplingParams, progress, rounds: 
     answer = Answer(engine, prompt, params, rounds, spec)
     with engine.session() as session, closing(settled(session, prompt, answer.limit, rounds, progress)) as pairs:
         for token, logits, found in pairs:
-            step = answer.push(token, logits, found)
+            (step,) = answer.push([token], [logits], found)
             if step.finish_reason:
                 pairs.close()
                 yield step._replace(**answer.numbers())

@@ -17,10 +17,11 @@ from .step import Step
 
 
 class Output(NamedTuple):
-    """What a forward returns for its n wanted rows, on the host."""
+    """What a forward returns for its n wanted rows; logits and best on the host."""
 
-    logits: np.ndarray | None  # float32 [n, vocab]; None on ranks other than 0
-    main_hidden: np.ndarray | None  # float32 [n, targets · d]; None where the checkpoint has no draft
+    logits: np.ndarray | None  # float32 [n, vocab]; None on ranks other than 0, as is best
+    main_hidden: Any | None  # float32 [n, targets · d], where the backend computes; None where the checkpoint has no draft
+    best: list[int] | None  # the token of each row's largest logit, the lowest where equal; −1 where one is not finite
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,12 @@ class Model:
                 self.capture(h, c.dspark.target_layer_ids.index(number), step, pool)
         y = ops.hc_head(h if len(step.rows.wanted) == len(step) else h[wanted], w.hc_head)
         logits = self.logits(ops.rmsnorm(y, w.norm, c.rms_norm_eps))
-        hidden = ops.to_host(pool.hidden[step.window_where[wanted]]) if w.draft else None
-        return Output(None if logits is None else ops.to_host(logits), hidden)
+        hidden = pool.hidden[step.window_where[wanted]] if w.draft else None
+        if logits is None:
+            return Output(None, hidden, None)
+        best, lead = ops.best(logits)
+        best = ops.to_host(np.where(np.isnan(lead), np.int32(-1), best))
+        return Output(ops.to_host(logits), hidden, best.tolist())
 
     def logits(self, x: Any) -> Any | None:
         """x [n, d] → [n, vocab] on rank 0; None elsewhere."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -33,40 +32,47 @@ class Rows:
 
         Raises InputError for anything else in `wanted`.
         """
-        tokens = np.asarray(tokens, np.int32)
-        n = len(tokens)
-        if isinstance(wanted, str):
-            wanted = cls._named(wanted, n)
-        else:
-            wanted = np.array(list(wanted), np.int64)
-            if wanted.size and (wanted.min() < 0 or wanted.max() >= n or np.any(np.diff(wanted) <= 0)):
-                raise InputError(f"wanted: expected ascending row numbers within 0..{n - 1}; found {wanted.tolist()}")
-        slots = np.empty(n, np.int32)
-        slots.fill(slot)
-        return cls(tokens, slots, np.arange(start, start + n, dtype=np.int32), wanted)
+        return cls.join([(slot, start, tokens, cls.named(wanted, len(tokens)))])
 
     @classmethod
-    def runs(cls, runs: Sequence[tuple[int, int, int]], tokens: np.ndarray) -> Rows:
-        """Rows of several sequences, (slot, first position, the one after the last) of each; none of them is wanted.
+    def join(cls, parts: Sequence[tuple[int, int, Sequence[int], Sequence[int]]]) -> Rows:
+        """Rows of several sequences in one forward: (slot, first position, tokens, wanted rows of them) of each.
 
-        tokens: of all of them, int32 [T].
+        Raises InputError for a slot that is in two of them.
         """
+        runs, tokens, wanted = [], [], []
+        for slot, start, own, rows in parts:
+            runs.append((slot, start, start + len(own)))
+            wanted += [len(tokens) + row for row in rows]
+            tokens += own
+        if len({slot for slot, _, _ in runs}) != len(runs):
+            raise InputError(f"rows: expected each slot once; found slots {[slot for slot, _, _ in runs]}")
+        return cls.runs(runs, np.array(tokens, np.int32), wanted)
+
+    @classmethod
+    def runs(cls, runs: Sequence[tuple[int, int, int]], tokens: np.ndarray, wanted: Sequence[int] = ()) -> Rows:
+        """Rows of several sequences, (slot, first position, the one after the last) of each; tokens: of all of them."""
         slots: list[int] = []
         positions: list[int] = []
         for slot, start, stop in runs:
             slots += [slot] * (stop - start)
             positions += range(start, stop)
-        return cls(tokens, np.array(slots, np.int32), np.array(positions, np.int32), np.zeros(0, np.int64))
+        return cls(tokens, np.array(slots, np.int32), np.array(positions, np.int32), np.array(wanted, np.int64))
 
     @staticmethod
-    def _named(wanted: str, n: int) -> np.ndarray:
-        """Row numbers, of n rows, that a name stands for."""
+    def named(wanted, n: int) -> Sequence[int]:
+        """Row numbers, of n rows, that "last", "all" or "none" stands for; or `wanted` itself. Raises InputError."""
+        if not isinstance(wanted, str):
+            rows = [int(row) for row in wanted]
+            if any(not a < b for a, b in zip([-1, *rows], [*rows, n])):
+                raise InputError(f"wanted: expected ascending row numbers within 0..{n - 1}; found {rows}")
+            return rows
         if wanted == "all":
-            return np.arange(n)
+            return range(n)
         if wanted == "last":
-            return np.arange(n)[-1:]
+            return range(n)[-1:]
         if wanted == "none":
-            return np.zeros(0, np.int64)
+            return ()
         raise InputError(f"wanted: expected last, all, none or row numbers; found {wanted!r}")
 
     def cut(self, most: int) -> Iterator[Rows]:
@@ -74,19 +80,3 @@ class Rows:
         for start in range(0, len(self), most):
             part = slice(start, start + most)
             yield Rows(self.tokens[part], self.slots[part], self.positions[part], np.zeros(0, np.int64))
-
-    @classmethod
-    def pack(cls, parts: list[Rows]) -> Rows:
-        """Rows of several sequences in one forward; each slot appears in one part only, or InputError."""
-        if len(parts) == 1:
-            return parts[0]
-        slots = [int(p.slots[0]) for p in parts if len(p)]
-        if len(set(slots)) != len(slots):
-            raise InputError(f"rows: expected each slot once; found slots {slots}")
-        starts = accumulate(map(len, parts), initial=0)
-        return cls(
-            np.concatenate([p.tokens for p in parts]),
-            np.concatenate([p.slots for p in parts]),
-            np.concatenate([p.positions for p in parts]),
-            np.concatenate([p.wanted + s for p, s in zip(parts, starts)]),
-        )

@@ -164,20 +164,17 @@ class Scheduler:
         """Free the slots of what has ended or was cancelled, then let in who waited longest."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
-            gone = [ticket for ticket in self._waiting if ticket in cancelled]
+            gone = [ticket for ticket in self._waiting if ticket in cancelled] if cancelled else []
             for ticket in gone:
                 self._waiting.remove(ticket)
         for ticket in gone:
             self._counts.update(cancelled=1)
             ticket.end("cancelled", _nothing(ticket))
         self._retire(cancelled)
-        while len(self._running) < self.max_running and self.engine.pool.free_slots:
+        while self._waiting and len(self._running) < self.max_running and self.engine.pool.free_slots:
             with self._changed:
-                if not self._waiting:
-                    break
                 ticket = self._waiting.popleft()
             self._start(ticket)
-        self._retire(set())
 
     def _start(self, ticket: Ticket) -> None:
         try:
@@ -190,6 +187,8 @@ class Scheduler:
             requests=1, queue_s=sequence.queue_s, prefix_tokens=sequence.cached, prefix_hits=bool(sequence.cached),
             prefix_misses=self._prefixes is not None and not sequence.cached,
         )  # fmt: skip
+        if sequence.wish is None:  # a token was enough, and the prefix store had it
+            self._retire(set())
 
     def _retire(self, cancelled: set[Ticket]) -> None:
         ended = [one for one in self._running if one.wish is None or one.ticket in cancelled]
@@ -210,7 +209,7 @@ class Scheduler:
             return
         start = time.perf_counter()
         blocks = draft_all([(one.session, *one.wish) for one in asking])
-        self._counts.update(draft_s=time.perf_counter() - start)
+        self._counts["draft_s"] += time.perf_counter() - start
         for one, block in zip(asking, blocks):
             one.drafted(block)
         self._costs.drafted(len(asking), 1e3 * (time.perf_counter() - start))  # with choosing the lengths
@@ -232,14 +231,18 @@ class Scheduler:
         taken = time.perf_counter() - start
         prompted = sum(len(tokens) for _, (_, tokens, _) in prompts)
         rows = prompted + sum(len(one.wish.tokens) for one in blocks)
-        self._counts.update(steps=1, rows=rows, prompt_tokens=prompted, step_s=taken)
-        self._counts["max_rows"] = max(self._counts["max_rows"], rows)
+        counts = self._counts
+        counts["steps"] += 1
+        counts["rows"] += rows
+        counts["max_rows"] = max(counts["max_rows"], rows)
+        counts["prompt_tokens"] += prompted
+        counts["step_s"] += taken
         plain = bool(blocks) and all(len(one.wish.tokens) == 1 for one in blocks)
-        if self._counts["steps"] == 1:  # before the first gate weighs anything by costs of another machine
+        if counts["steps"] == 1:  # before the first gate weighs anything by costs of another machine
             self._costs.forwarded(rows, 1e3 * taken, plain, bool(prompts))
         for one, output in zip(blocks, outputs):
-            one.waited = self._counts["steps"]
-            one.advance(output.logits)
+            one.waited = counts["steps"]
+            one.advance(output)
         for (one, part), output in zip(prompts, outputs[count:]):
             one.prompted(len(part[1]), output.logits)
         # With what was done with the outputs: that, too, takes longer for more rows.

@@ -39,15 +39,11 @@ class Session:
         """Tokens consumed: the next token goes to this position."""
         return len(self.tokens)
 
-    def rows(self, tokens: Sequence[int] | np.ndarray, wanted="last") -> Rows:
-        """The next tokens as rows, checked. wanted: "last", "all", "none" or row numbers.
+    def check(self, tokens: Sequence[int] | np.ndarray) -> list[int]:
+        """The next tokens, if they can run in one forward.
 
-        Raises InputError for token ids out of range or too many rows, CapacityError beyond the context.
+        Raises InputError for token ids out of range or too many of them, CapacityError beyond the context.
         """
-        return Rows.of(self.slot, self.position, self.check(tokens), wanted)
-
-    def check(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The next tokens, int32 [n], if they can run in one forward. Raises what rows() does."""
         engine = self._open()
         ids = check_tokens(tokens, engine.config.vocab_size)
         if not 0 < len(ids) <= engine.pool.headroom:
@@ -66,19 +62,17 @@ class Session:
             raise StateError("session: expected an open session, found a closed one")
         return self.engine
 
-    def advance(self, rows: Rows, logits: np.ndarray | None = None) -> None:
-        """Count rows as consumed, after the forward that ran them. logits [vocab]: of the last one, if wanted."""
-        self.tokens.extend(rows.tokens.tolist())
-        self.logits = logits
-
     def forward(self, tokens: Sequence[int] | np.ndarray, wanted="last") -> Output:
-        """Run the next tokens through the model: logits [n, vocab] and main hidden of the n wanted rows."""
+        """Run the next tokens through the model → what is known of the n wanted rows: "last", "all", "none" or row numbers.
+
+        Raises what check() does, and InputError for rows that are not there.
+        """
         return forward_all([(self, tokens, wanted)])[0]
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
         """Run a prompt in chunks → logits [vocab] after its last token. progress(done, total) after every chunk."""
         tokens = check_tokens(tokens, self.engine.config.vocab_size)
-        if not len(tokens):
+        if not tokens:
             raise InputError("prompt: expected at least one token, found none")
         if self.position + len(tokens) > self.engine.max_context:
             raise CapacityError(
@@ -103,13 +97,14 @@ class Session:
         Any position within the head-room (the chunk length) of the furthest one is reachable, and 0 always is.
         """
         self._open()
-        if type(position) is not int or not 0 <= position <= self.position:
-            raise StateError(f"rewind: expected a position within 0..{self.position}, found {position}")
+        here = self.position
+        if type(position) is not int or not 0 <= position <= here:
+            raise StateError(f"rewind: expected a position within 0..{here}, found {position}")
         if position and position < self._oldest:
             raise StateError(f"rewind: expected 0 or a position of at least {self._oldest}, found {position}")
         if position == 0:
             self._oldest = 0
-        if position < self.position:
+        if position < here:
             self._primed = min(self._primed[0], position), min(self._primed[1], position)
             self.logits = None
             del self.tokens[position:]
@@ -122,10 +117,11 @@ class Session:
     def unprimed(self) -> Span:
         """The last positions consumed that the draft's windows do not hold."""
         first, primed = self._primed
-        start = max(0, self.position - self._open().pool.window)
+        stop = self.position
+        start = max(0, stop - self._open().pool.window)
         if start >= first:  # else a rewind uncovered positions that were never primed
             start = max(start, primed)
-        return Span(self.slot, start, self.position)
+        return Span(self.slot, start, stop)
 
     def primed(self, span: Span) -> None:
         """Count what unprimed() said as held."""
@@ -198,7 +194,7 @@ class Session:
             raise StateError(
                 f"snapshot: expected one of checkpoint {engine.identity[:12]}, found {snapshot.identity[:12]}"
             )
-        tokens = check_tokens(snapshot.tokens, engine.config.vocab_size).tolist()
+        tokens = check_tokens(snapshot.tokens, engine.config.vocab_size)
         length = len(tokens)
         if length > engine.max_context:
             raise CapacityError(
@@ -228,21 +224,25 @@ class Session:
 # ---------------------------------------------------------------------- several sessions of one engine at once
 def forward_all(parts: Sequence[tuple[Session, Sequence[int] | np.ndarray, object]]) -> list[Output]:
     """One forward over the next tokens of some sessions: (session, tokens, wanted) → its Output. What one row says does
-    not depend on the others. Raises what Session.rows does, before anything has run."""
-    rows = [session.rows(tokens, wanted) for session, tokens, wanted in parts]
-    for (session, _, _), own in zip(parts, rows):
-        pool = session.engine.pool
+    not depend on the others. Raises what Session.forward does, before anything has run."""
+    engine = parts[0][0].engine
+    runs = []
+    for session, tokens, wanted in parts:
+        ids = session.check(tokens)
+        runs.append((session.slot, session.position, ids, Rows.named(wanted, len(ids))))
+    rows = Rows.join(runs)
+    for (session, _, _), (slot, start, ids, _) in zip(parts, runs):
         # Before the forward: one that is cut short may have written over what a deeper rewind would need.
-        session._oldest = max(session._oldest, session.position + len(own) - pool.headroom)
-        pool.reserve(session.slot, session.position + len(own))
-    output = parts[0][0].engine.forward(Rows.pack(rows))
-    found, at = [], 0
-    for (session, _, _), own in zip(parts, rows):
-        n = own.wanted.size
-        hidden = None if output.main_hidden is None else output.main_hidden[at : at + n]
-        found.append(Output(output.logits[at : at + n], hidden))
-        session.advance(own, found[-1].logits[-1] if n and own.wanted[-1] == len(own) - 1 else None)
-        at += n
+        session._oldest = max(session._oldest, start + len(ids) - engine.pool.headroom)
+        engine.pool.reserve(slot, start + len(ids))
+    output, found, at = engine.forward(rows), [], 0
+    for (session, _, _), (_, _, ids, wanted) in zip(parts, runs):
+        own = slice(at, at + len(wanted))
+        hidden = None if output.main_hidden is None else output.main_hidden[own]
+        found.append(Output(output.logits[own], hidden, output.best[own]))
+        session.tokens += ids
+        session.logits = found[-1].logits[-1] if wanted and wanted[-1] == len(ids) - 1 else None
+        at = own.stop
     return found
 
 
@@ -268,19 +268,19 @@ def draft_all(parts: Sequence[tuple[Session, int, Choose]], logits: bool = False
     return [block for start in range(0, len(asks), most) for block in engine.draft_blocks(asks[start : start + most])]
 
 
-def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
-    """tokens as int32 [n]; raises InputError for anything that is not a list of ids within the vocabulary."""
+def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> list[int]:
+    """tokens as a list; raises InputError for anything that is not a list of ids within the vocabulary."""
     if type(tokens) is list and set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab:
-        return np.array(tokens, np.int32)  # the usual few: several times as fast as what follows
+        return tokens  # the usual few: several times as fast as what follows
     try:
         ids = np.asarray(tokens)
     except ValueError as error:
         raise InputError("tokens: expected a flat list of token ids, found lists of several lengths") from error
     if ids.size == 0:
-        return np.zeros(0, np.int32)
+        return []
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InputError(f"tokens: expected a flat list of token ids, found {ids.dtype} of shape {ids.shape}")
     if ids.min() < 0 or ids.max() >= vocab:
         bad = ids[(ids < 0) | (ids >= vocab)][0]
         raise InputError(f"tokens: expected ids within 0..{vocab - 1}, found {bad}")
-    return ids.astype(np.int32)
+    return ids.tolist()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .dspark import Drafted
     from .engine import Engine
     from .gate import Rule
+    from .model import Output
     from .session import Session
 
 MODES = ("batched", "sequential")
@@ -38,7 +39,7 @@ class WantsDraft(NamedTuple):
 
 
 class WantsRows(NamedTuple):
-    """These tokens in one forward. Answer: the logits of every one, float32 [len(tokens), vocab]."""
+    """These tokens in one forward. Answer: the model.Output of every one."""
 
     tokens: list[int]
 
@@ -56,7 +57,7 @@ def granting(session: Session, plan: Generator[Any, Any, Any]) -> Generator[Any,
             if isinstance(wish, WantsDraft):
                 answer = session.draft(*wish, logits=False)
             elif isinstance(wish, WantsRows):
-                answer = session.forward(wish.tokens, "all").logits
+                answer = session.forward(wish.tokens, "all")
             else:
                 answer = yield wish
         except BaseException as found:
@@ -95,20 +96,35 @@ def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose
     if mode == "sequential":
         session.check(tokens)  # all of them can run, as in one forward
     start = session.position
+    parts = [tokens] if mode == "batched" else [[token] for token in tokens]
+    drafted = [*tokens[1:], None]
     settled, rows = [], []
     try:
-        batch = (yield WantsRows(tokens)) if mode == "batched" else None
-        for i, drafted in enumerate([*tokens[1:], None]):
-            rows.append(batch[i] if batch is not None else (yield WantsRows(tokens[i : i + 1]))[0])
-            settled.append(choose(rows[-1], start + i + 1))
-            if settled[-1] != drafted:
+        for part in parts:
+            output, at = (yield WantsRows(part)), len(settled)
+            settled += _chosen(output, drafted[at:], choose, start + 1 + at)
+            rows.append(output.logits)
+            if settled[-1] != drafted[len(settled) - 1]:
                 break
     except BaseException:
         session.rewind(start)
         raise
     session.rewind(start + len(settled))
-    session.logits = rows[-1]
-    return Verified(settled, np.stack(rows) if batch is None else batch[: len(rows)], len(settled) - 1)
+    logits = (rows[0] if len(rows) == 1 else np.concatenate(rows))[: len(settled)]
+    session.logits = logits[-1]
+    return Verified(settled, logits, len(settled) - 1)
+
+
+def _chosen(output: Output, drafted: Sequence[int | None], choose: Choose, position: int) -> list[int]:
+    """What `choose` says row by row, the first for `position`, up to the first token that is not the drafted one."""
+    tokens = []
+    for row, (token, expected) in enumerate(zip(output.best, drafted)):
+        if token < 0 or choose is not greedy:  # greedy's choice was made where the backend computes, where there is one
+            token = choose(output.logits[row], position + row)
+        tokens.append(token)
+        if token != expected:
+            break
+    return tokens
 
 
 @dataclass
@@ -119,6 +135,8 @@ class Round:
     tokens: list[int] = field(default_factory=list)
     logits: np.ndarray | None = None  # float32 [len(tokens), vocab]
     draft: Drafted | None = None  # None: nothing was drafted
+    drafted: Sequence[int] = ()  # its tokens
+    confidence: Sequence[float] = ()  # and a logit for each
     length: int = 0  # drafted tokens that were verified
     accepted: int = 0
     draft_s: float = 0.0
@@ -179,9 +197,8 @@ class Speculator:
         if self.gate is not None and room > 1:
             yield from self._draft(token, found)
         length = found.length = min(found.length, room - 1)
-        drafted = found.draft.ids[:length].tolist() if length else []
         start = time.perf_counter()
-        verified = yield from verifying(session, [token, *drafted], self.mode, self.choose)
+        verified = yield from verifying(session, [token, *found.drafted[:length]], self.mode, self.choose)
         found.tokens, found.logits, found.accepted = verified
         found.verify_s = time.perf_counter() - start
         self._learn(found)
@@ -191,7 +208,8 @@ class Speculator:
         if self.gate.before_draft(found.margin if self.gate.reads_margin else None):
             start = time.perf_counter()
             found.draft = yield WantsDraft(token, self.choose)
-            found.length = self.gate.choose(found.draft.confidence.tolist())
+            found.drafted, found.confidence = found.draft.ids.tolist(), found.draft.confidence.tolist()
+            found.length = self.gate.choose(found.confidence)
             found.draft_s = time.perf_counter() - start
         else:
             self.counters.margin_skipped_rounds += self.gate.skipped_by_margin
@@ -205,7 +223,7 @@ class Speculator:
             drafted = found.draft is not None
             self.gate.observe(1e3 * found.draft_s if drafted else None, found.length, 1e3 * found.verify_s)
             if drafted:
-                self.gate.record(found.draft.confidence.tolist(), found.length, found.accepted)
+                self.gate.record(found.confidence, found.length, found.accepted)
             else:
                 self.gate.record_skip()
         if self.on_round:

@@ -205,26 +205,20 @@ class Pool:
 
     def check(self, rows: Rows) -> None:
         """Raise InputError for rows that do not lie in slots in use, at positions with pages, in ascending order."""
-        slots, positions = rows.slots, rows.positions
         if not len(rows):
             raise InputError("rows: expected at least one, found none")
-        tokens, vocab = rows.tokens, self.config.vocab_size
-        if tokens.min() < 0 or tokens.max() >= vocab:
-            raise InputError(f"rows: expected token ids within 0..{vocab - 1}, found {tokens.min()} .. {tokens.max()}")
-        last_rows = np.flatnonzero(slots[1:] != slots[:-1])  # of each sequence but the last
-        consecutive = positions[1:] - positions[:-1] == 1
-        consecutive[last_rows] = True
-        broken = not consecutive.all()
-        starts = [0, *(last_rows + 1).tolist()]
-        for start, stop in zip(starts, [*starts[1:], len(rows)]):
-            slot, first, count = int(slots[start]), int(positions[start]), stop - start
-            last = first + count - 1
+        tokens, slots, positions = rows.tokens.tolist(), rows.slots.tolist(), rows.positions.tolist()
+        low, high, vocab = min(tokens), max(tokens), self.config.vocab_size
+        if low < 0 or high >= vocab:
+            raise InputError(f"rows: expected token ids within 0..{vocab - 1}, found {low} .. {high}")
+        starts = [i for i, (slot, before) in enumerate(zip(slots, [None, *slots])) if slot != before]
+        for start, stop in zip(starts, [*starts[1:], len(slots)]):
+            slot, first, last = slots[start], positions[start], positions[stop - 1]
             if not 0 <= slot < self.slots or slot in self._free_slots:
                 raise InputError(f"rows: expected a slot in use, found slot {slot}")
-            if count > self.headroom or (broken and (np.diff(positions[start : start + count]) != 1).any()):
+            if stop - start > self.headroom or positions[start:stop] != list(range(first, first + stop - start)):
                 raise InputError(
-                    f"rows: expected at most {self.headroom} consecutive positions in slot {slot}, "
-                    f"found {first} .. {positions[start + count - 1]}"
+                    f"rows: expected at most {self.headroom} consecutive positions in slot {slot}, found {first} .. {last}"
                 )
             if first < 0 or last >= self._held[slot] * self.page_positions:
                 raise InputError(f"rows: expected positions with pages reserved in slot {slot}, found {first} .. {last}")

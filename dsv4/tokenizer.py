@@ -52,6 +52,7 @@ class Tokenizer:
             raise ConfigError(f"{path}: decoder: expected ByteLevel, found {decoder}")
         self.path = path
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         settings = _read_json(directory / "tokenizer_config.json")
         generation = _read_json(directory / "generation_config.json")
         self.bos = self._special("bos", settings, generation)
@@ -126,6 +127,15 @@ class Tokenizer:
             self._bytes[token] = bytes(_LETTERS[letter] for letter in name) if whole else name.encode("utf-8")
         return self._bytes[token]
 
+    def token_text(self, token: int) -> str | None:
+        """What a token says by itself; None where that is not UTF-8 without others."""
+        if token not in self._texts:
+            try:
+                self._texts[token] = self.token_bytes(token).decode("utf-8")
+            except UnicodeDecodeError:
+                self._texts[token] = None
+        return self._texts[token]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
@@ -146,6 +156,9 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that is certain now."""
+        whole = None if self._held else self._tokenizer.token_text(token)
+        if whole is not None:
+            return whole
         data = self._held + self._tokenizer.token_bytes(token)
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._held = data[used:]

@@ -39,7 +39,8 @@ def decoded_alone(session, tokens) -> tuple:
     for token in tokens:
         outputs.append(session.forward([token]))
         states.append(state_of(session))
-    return tokens, np.concatenate([o.logits for o in outputs]), np.concatenate([o.main_hidden for o in outputs]), states
+    hidden = np.concatenate([session.engine.model.ops.to_host(o.main_hidden) for o in outputs])
+    return tokens, np.concatenate([o.logits for o in outputs]), hidden, states
 
 
 def same_state(found: dict, expected: dict, what="state") -> None:

@@ -57,7 +57,8 @@ class FakeSession:
         for token in tokens:
             self.tokens.append(token)
             rows.append(self._logits())
-        return SimpleNamespace(logits=np.stack(rows))
+        best = [int(row.argmax()) if np.isfinite(row).all() else -1 for row in rows]
+        return SimpleNamespace(logits=np.stack(rows), best=best)
 
     def _logits(self):
         rng = np.random.default_rng([len(self.tokens), sum(self.tokens)])

@@ -10,7 +10,7 @@ import pytest
 import dsv4
 from dsv4.gate import make_rule
 from dsv4.errors import Dsv4Error
-from dsv4.rows import Rows
+from dsv4.session import forward_all
 from dsv4.snapshot import Snapshot
 from dsv4.speculate import Speculator
 
@@ -166,16 +166,11 @@ class Player:
         for s in self.sessions:
             n = min(1 + self.up_to(4), self.limit - s.position, self.engine.pool.headroom)
             if n:
-                rows = s.rows(self.clean.tokens[s.position : s.position + n], "all")
-                self.engine.pool.reserve(s.slot, s.position + n)
-                parts.append((s, s.position, n, rows))
+                parts.append((s, self.clean.tokens[s.position : s.position + n], "all"))
         if parts:
-            output, row = self.engine.forward(Rows.pack([rows for *_, rows in parts])), 0
-            for s, at, n, rows in parts:
-                s._oldest = max(s._oldest, at + n - self.engine.pool.headroom)
-                s.advance(rows)
-                bits(output.logits[row : row + n], self.clean.logits[at : at + n], f"together {at}\n{self.history()}")
-                row += n
+            for (s, tokens, _), output in zip(parts, forward_all(parts)):
+                at = s.position - len(tokens)
+                bits(output.logits, self.clean.logits[at : s.position], f"together {at}\n{self.history()}")
 
     MOVES = {
         "forward": 3, "prefill": 2, "decode": 3, "stray": 3, "verify": 4, "round": 2, "draft": 2, "rewind": 3, "refuse": 1,

@@ -106,7 +106,7 @@ def test_censored_positions_do_not_count(conf, n, accepted, tail):
 def test_decay_forgets(outcomes):
     learned = Calibration(PRIOR, 0.9)
     for confidence, accepted in outcomes:
-        learned.learn(confidence, accepted)
+        learned.learn([(confidence, accepted)])
     off = abs(learned.a - PRIOR.a) + abs(learned.b - PRIOR.b)
     for _ in range(200):
         learned.forget()
@@ -116,7 +116,7 @@ def test_decay_forgets(outcomes):
 
 def test_decay_of_one_forgets_nothing():
     learned = Calibration(PRIOR, 1.0)
-    learned.learn(1.0, False)
+    learned.learn([(1.0, False)])
     before = (learned.a, learned.b)
     learned.forget()
     assert (learned.a, learned.b) == pytest.approx(before)
@@ -155,7 +155,7 @@ def test_chance_is_a_probability_that_rises(outcomes, low):
     learned = Calibration()
     for confidence, accepted in outcomes:
         learned.forget()
-        learned.learn(confidence, accepted)
+        learned.learn([(confidence, accepted)])
     assert 0 <= learned.chance(low) <= learned.chance(low + 1) <= 1 and learned.a > 0
 
 
@@ -165,7 +165,7 @@ def test_online_learning_approaches_the_batch_fit():
     pairs = [(c, draw.random() < 1 / (1 + math.exp(-(0.8 * c - 0.7)))) for c in drawn]
     online = Calibration(Prior(1.0, 0.0, 1.0, 1.0), 1.0)
     for pair in pairs:
-        online.learn(*pair)
+        online.learn([pair])
     fitted = fit_prior(np.array(pairs, np.float64))
     assert fitted[:2] == pytest.approx((0.8, -0.7), abs=0.12)
     assert (online.a, online.b) == pytest.approx(fitted[:2], abs=0.05)

@@ -6,6 +6,7 @@ from compare import decoded_alone, same_bits, same_state, state_of
 
 from dsv4.errors import StateError
 from dsv4.rows import Rows
+from dsv4.session import forward_all
 from dsv4.state import Pool
 from dsv4.step import Step
 
@@ -78,15 +79,9 @@ def test_neighbours_of_other_sequences(small, one_by_one):
     with small.session() as a, small.session() as b, small.session() as c:
         a.forward(tokens[:61])
         b.forward(tokens_for(small, 30, seed=1))
-        parts = [b.rows(tokens_for(small, 5, seed=2), "all"), a.rows(tokens[61:68], "all"), c.rows(tokens[:40], "all")]
-        for session, part in zip((b, a, c), parts):
-            small.pool.reserve(session.slot, session.position + len(part))
-        output = small.forward(Rows.pack(parts))
-        for session, part in zip((b, a, c), parts):
-            session.advance(part)
-        same_bits(output.logits[5:12], logits[61:68], "packed in the middle")
-        same_bits(output.logits[12:], logits[:40], "packed last")
-        same_bits(output.main_hidden[12:], hidden[:40], "packed last, hidden")
+        others = forward_all([(b, tokens_for(small, 5, seed=2), "all"), (a, tokens[61:68], "all"), (c, tokens[:40], "all")])[1:]
+        same_bits(others[0].logits, logits[61:68], "in the middle")
+        same_outputs(others[1], logits[:40], hidden[:40], "last")
         same_state(state_of(a), states[68])
         same_state(state_of(c), states[40])
 

@@ -46,9 +46,10 @@ def seen(monkeypatch):
     """{prompt and seed: the logits each of its tokens was chosen from}, of every request that runs."""
     rows, push = {}, Answer.push
 
-    def keep(self, token, logits, found):
-        rows.setdefault(self.key, []).append(np.array(logits))
-        return push(self, token, logits, found)
+    def keep(self, tokens, logits, found):
+        steps = push(self, tokens, logits, found)
+        rows.setdefault(self.key, []).extend(np.array(row) for row in logits[: len(steps)])
+        return steps
 
     def init(self, engine, prompt, params, *rest):
         self.key = (tuple(prompt), params)
@@ -160,8 +161,8 @@ def test_a_draft_of_broken_logits_fails_by_itself(nano):
     y = rng.standard_normal((2 * size, nano.config.hidden_size), np.float32)
     logits = rng.standard_normal((2 * size, nano.config.vocab_size), np.float32)
     asks = [Ask(0, 5, 9, greedy), Ask(1, 5, 9, greedy)]
-    (alone,) = nano.draft.chain(y[:size], logits[:size].copy(), asks[:1])
-    logits[size + 2, 7] = np.nan
+    (alone,) = nano.draft.chain(y[::2].copy(), logits[::2].copy(), asks[:1])  # of every place the first sequence's rows
+    logits[2 * 2 + 1, 7] = np.nan
     whole, broken = nano.draft.chain(y, logits, asks)
     same_bits(whole.ids, alone.ids)
     assert isinstance(broken, Dsv4Error) and "token 7 " in str(broken)

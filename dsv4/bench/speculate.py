@@ -13,6 +13,7 @@ from ..cli_support import console
 from ..determinism import prompts
 from ..engine import Engine
 from ..errors import ConfigError, InputError, install
+from ..gate.calibration import known_outcomes
 from ..generate import complete
 from ..sampling import SamplingParams
 from . import machine
@@ -80,12 +81,7 @@ def speeds(engine: Engine, tokens: int, repeats: int, progress: Callable | None)
 
 def calibration(rounds: list) -> list[dict]:
     """Records "confidence": drafted tokens whose outcome is known, by bucket of confidence, and how many matched."""
-    known = [
-        (float(one.draft.confidence[i]), i < one.accepted)
-        for one in rounds
-        if one.draft is not None
-        for i in range(min(one.length, one.accepted + 1))
-    ]
+    known = [pair for one in rounds for pair in known_outcomes(one.confidence, one.length, one.accepted)]
     records = []
     for low, high in zip((-np.inf, *EDGES), (*EDGES, np.inf)):
         matched = [match for confidence, match in known if low <= confidence < high]

@@ -40,12 +40,21 @@ def prior_for(source: str, prompt: str) -> Prior:
 
 
 def sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + math.exp(-min(max(x, -LIMIT), LIMIT)))
+    if not -LIMIT < x < LIMIT:
+        x = min(max(x, -LIMIT), LIMIT)
+    return 1.0 / (1.0 + math.exp(-x))
 
 
-def known_outcomes(confidences: Sequence[float], n: int, accepted: int) -> Iterable[tuple[float, bool]]:
+def known_outcomes(confidences: Sequence[float], n: int, accepted: int) -> list[tuple[float, bool]]:
     """(confidence, accepted?) of the tokens a round tells about: behind the first rejected one nothing is known."""
-    return ((confidences[i], i < accepted) for i in range(min(n, accepted + 1)))
+    return [(confidence, i < accepted) for i, confidence in enumerate(confidences[: min(n, accepted + 1)])]
+
+
+def stepped(a: float, b: float, aa: float, ab: float, bb: float, pull_a: float, pull_b: float) -> tuple[float, float]:
+    """(a, b) + precision⁻¹ · pull"""
+    det = aa * bb - ab * ab
+    a += (bb * pull_a - ab * pull_b) / det
+    return LOWEST_SLOPE if a < LOWEST_SLOPE else a, b + (aa * pull_b - ab * pull_a) / det
 
 
 class Calibration:
@@ -65,6 +74,10 @@ class Calibration:
     def chance(self, confidence: float) -> float:
         return sigmoid(self.a * confidence + self.b)
 
+    def chances(self, confidences: Sequence[float]) -> list[float]:
+        a, b = self.a, self.b
+        return [sigmoid(a * confidence + b) for confidence in confidences]
+
     def forget(self, rounds: int = 1) -> None:
         """Rounds pass: the evidence (belief minus prior) is scaled by decay with each."""
         prior, keep = self.prior, self.decay**rounds
@@ -74,22 +87,19 @@ class Calibration:
         self._aa = prior.a_precision + keep * (self._aa - prior.a_precision)
         self._bb = prior.b_precision + keep * (self._bb - prior.b_precision)
         self._ab *= keep
-        self.a, self.b = prior.a, prior.b
-        self._step(pull_a, pull_b)
+        self.a, self.b = stepped(prior.a, prior.b, self._aa, self._ab, self._bb, pull_a, pull_b)
 
-    def learn(self, confidence: float, accepted: bool) -> None:
-        p = self.chance(confidence)
-        weight = p * (1.0 - p)
-        self._aa += weight * confidence * confidence
-        self._ab += weight * confidence
-        self._bb += weight
-        self._step((accepted - p) * confidence, accepted - p)
-
-    def _step(self, pull_a: float, pull_b: float) -> None:
-        """(a, b) += precision⁻¹ · pull"""
-        det = self._aa * self._bb - self._ab * self._ab
-        self.a = max(self.a + (self._bb * pull_a - self._ab * pull_b) / det, LOWEST_SLOPE)
-        self.b += (self._aa * pull_b - self._ab * pull_a) / det
+    def learn(self, outcomes: Iterable[tuple[float, bool]]) -> None:
+        """(confidence, accepted?) of some tokens, one after the other."""
+        a, b, aa, ab, bb = self.a, self.b, self._aa, self._ab, self._bb
+        for confidence, accepted in outcomes:
+            p = sigmoid(a * confidence + b)
+            weight = p * (1.0 - p)
+            aa += weight * confidence * confidence
+            ab += weight * confidence
+            bb += weight
+            a, b = stepped(a, b, aa, ab, bb, (accepted - p) * confidence, accepted - p)
+        self.a, self.b, self._aa, self._ab, self._bb = a, b, aa, ab, bb
 
 
 class MarginModel:

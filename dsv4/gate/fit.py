@@ -6,7 +6,7 @@ from typing import Iterable
 
 import numpy as np
 
-from .calibration import LIMIT, Calibration, Prior, known_outcomes
+from .calibration import LIMIT, Prior, known_outcomes, stepped
 from .records import RecordedRound
 
 STEPS = 50  # of Newton, at the most; some ten suffice
@@ -25,15 +25,15 @@ def fit_prior(known: np.ndarray) -> Prior:
     "About right" is a unit Gaussian around a = 1, b = 0; without it a few rounds that were all accepted have no fit.
     """
     confidence, accepted = known.T
-    belief = Calibration(Prior(1.0, 0.0, 1.0, 1.0), 1.0)
+    a, b = 1.0, 0.0
     for _ in range(STEPS):
-        before = belief.a, belief.b
-        p = 1.0 / (1.0 + np.exp(-np.clip(belief.a * confidence + belief.b, -LIMIT, LIMIT)))
+        before = a, b
+        p = 1.0 / (1.0 + np.exp(-np.clip(a * confidence + b, -LIMIT, LIMIT)))
         weight, error = p * (1.0 - p), accepted - p
-        belief._aa = 1.0 + float(np.sum(weight * confidence * confidence))
-        belief._ab = float(np.sum(weight * confidence))
-        belief._bb = 1.0 + float(np.sum(weight))
-        belief._step(1.0 - belief.a + float(np.sum(error * confidence)), float(np.sum(error)) - belief.b)
-        if max(abs(belief.a - before[0]), abs(belief.b - before[1])) < NEAR:
+        aa = 1.0 + float(np.sum(weight * confidence * confidence))
+        ab = float(np.sum(weight * confidence))
+        bb = 1.0 + float(np.sum(weight))
+        a, b = stepped(a, b, aa, ab, bb, 1.0 - a + float(np.sum(error * confidence)), float(np.sum(error)) - b)
+        if max(abs(a - before[0]), abs(b - before[1])) < NEAR:
             break
-    return Prior(belief.a, belief.b)
+    return Prior(a, b)

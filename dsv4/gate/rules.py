@@ -184,12 +184,11 @@ class Calibrated(Rule):
 
     def choose(self, confidences: Sequence[float]) -> int:
         # The draft is paid for, so n = 0 costs it too. A probe is careful: it verifies only what beats plain decoding.
-        careful = self.balance < 0.0 and not self.costs.shared
+        careful = not self.costs.shared and self.balance < 0.0
         unspeculated = self.costs.plain_ms if careful else self.costs.wasted()
         if self._skipped:
             self.calibration.forget(self._skipped)
-        chance = self.calibration.chance
-        return self._pick([chance(c) for c in confidences], unspeculated)
+        return self._pick(self.calibration.chances(confidences), unspeculated)
 
     def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
         self.costs.observe(draft_ms, n, verify_ms)
@@ -198,8 +197,13 @@ class Calibrated(Rule):
         self.costs.learn(n, accepted)
         self._own.add(self.MEMORY, n, accepted)
         self.calibration.forget()
-        for confidence, match in known_outcomes(confidences, n, accepted):
-            self.calibration.learn(confidence, match)
+        self.calibration.learn(known_outcomes(confidences, n, accepted))
+        self._skipped = 0
+        if not self.costs.shared:
+            self._weigh(n, accepted)
+
+    def _weigh(self, n: int, accepted: int) -> None:
+        """What the round says of balance, wait and margins."""
         ms = self.costs.cost(n) if n else self.costs.wasted()
         probed = self.balance < 0.0
         if probed:
@@ -215,7 +219,6 @@ class Calibrated(Rule):
             self._wait = 2.0 * self.wait
         if self._margin is not None:
             self.margins.learn(self._margin, 1 + accepted - ms / self.costs.plain_ms)
-        self._skipped = 0
 
     def record_skip(self) -> None:
         self._skipped += 1  # choose forgets for all of them

@@ -87,17 +87,12 @@ class Sequence:
         try:
             wish = self._plan.throw(error) if error else self._plan.send(answer)
             while isinstance(wish, Settles):
-                wish = self._plan.send(self._keep(wish, steps))
+                kept = self.answer.push(*wish)
+                steps += kept
+                wish = self._plan.send((len(kept), kept[-1].finish_reason is None))
         except StopIteration:
             return None
         return wish
-
-    def _keep(self, found: Settles, steps: list[Step]) -> tuple[int, bool]:
-        for kept, (token, logits) in enumerate(zip(found.tokens, found.logits), 1):
-            steps.append(self.answer.push(token, logits, found.round))
-            if steps[-1].finish_reason:
-                return kept, False
-        return len(found.tokens), True
 
     def counts(self) -> dict[str, int]:
         """What it generated, drafted and had accepted so far."""
