@@ -68,6 +68,7 @@ def test_never_below_the_floor(name, history, conf, floor):
 @given(
     history=histories, conf=confidences, i=st.integers(0, BLOCK - 1), more=st.floats(0, 10), margin=st.floats(0.5, 3)
 )
+@example(history=[([0.0] * BLOCK, 0)] * 2, conf=[0.0, 0.0, -5.0, 0.0, 0.0], i=0, more=0.0, margin=1.9375)  # after a skip
 def test_monotone_in_confidence(history, conf, i, more, margin):
     rule = live(make_rule("calibrated", BLOCK, GateSettings(margin=margin)), history)
     raised = [c + more * (j == i) for j, c in enumerate(conf)]

@@ -9,8 +9,9 @@ from variants import Files, drop_draft
 
 from dsv4 import Engine, dspark
 from dsv4.dspark import Ask, Span
-from dsv4.errors import CapacityError, ConfigError, InputError, StateError
+from dsv4.errors import CapacityError, ConfigError, Dsv4Error, InputError, StateError
 from dsv4.gate import make_rule
+from dsv4.model import Model
 from dsv4.session import draft_all
 from dsv4.speculate import Speculator, greedy, margin
 
@@ -184,6 +185,28 @@ def test_a_verify_that_fails_is_undone(engine, prompts, mode):
                 call()
             assert session.tokens == tokens
             same_state(state_of(session), before)
+
+
+def test_greedy_choices_are_those_of_the_forward(engine, prompts, monkeypatch):
+    """Equal logits: the lowest id. What is not finite is nobody's choice: greedy is asked, and says what is wrong."""
+    nano, head = engine("nano", **SETTINGS), Model.logits
+
+    def spoilt(self, x):
+        logits = head(self, x)
+        logits[:, [5, 9]] = 99.0
+        logits[3, 7], logits[4, 8] = np.nan, -np.inf
+        return logits
+
+    with nano.session() as session:
+        output = session.forward(prompts["code"][0][:20], "all")
+        assert output.best == [greedy(row, 0) for row in output.logits]
+        monkeypatch.setattr(Model, "logits", spoilt)
+        assert session.forward([1, 2, 3, 4, 5, 6], "all").best == [5, 5, 5, -1, -1, 5]
+        session.rewind(20)
+        with pytest.raises(Dsv4Error, match="the first nan at token 7"):
+            session.verify([1, 5, 5, 5, 5, 5])
+        assert session.position == 20
+        assert session.verify([1, 5, 6, 5, 5, 5]).tokens == [5, 5]
 
 
 def test_steps_by_themselves(engine, prompts):

@@ -188,6 +188,7 @@ class Calibrated(Rule):
         unspeculated = self.costs.plain_ms if careful else self.costs.wasted()
         if self._skipped:
             self.calibration.forget(self._skipped)
+            self._skipped = 0
         return self._pick(self.calibration.chances(confidences), unspeculated)
 
     def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
@@ -198,7 +199,6 @@ class Calibrated(Rule):
         self._own.add(self.MEMORY, n, accepted)
         self.calibration.forget()
         self.calibration.learn(known_outcomes(confidences, n, accepted))
-        self._skipped = 0
         if not self.costs.shared:
             self._weigh(n, accepted)
 
