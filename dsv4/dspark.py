@@ -56,14 +56,14 @@ class BlockStep(Step):
         return self.pool.config.dspark.block_size
 
     @cached_property
-    def _last(self):
-        """int32 [T]: the last position of each row's block."""
-        return self.ops.table(np.repeat(self.rows.positions[self.size - 1 :: self.size], self.size))
+    def _last(self) -> np.ndarray:
+        """int32 [T], on the host: the last position of each row's block."""
+        return np.repeat(self.rows.positions[self.size - 1 :: self.size], self.size)
 
     @cached_property
     def window_places(self):
         """int32 [T, W]: the last W committed positions, the same for every row of a block."""
-        before = self._last - np.int32(self.size)
+        before = self.ops.table(self._last - np.int32(self.size))
         return self.ops.ring_places(self.slots, before, self.pool.window, self.pool.window_capacity)
 
     @cached_property
@@ -74,7 +74,7 @@ class BlockStep(Step):
     @cached_property
     def block_places(self):
         """int32 [T, B]: the keys of a row's own block, all of them."""
-        return self.ops.ring_places(self.slots, self._last, self.size, self.size)
+        return self.ops.ring_places(self.slots, self.ops.table(self._last), self.size, self.size)
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Draft(Model):
         h = ops.embed(w.embed, step.tokens, c.hc_mult)
         for stage, state in zip(draft.stages, pool.stages):
             h = self.block(stage, h, step, state)
-        y = ops.hc_head(h, draft.hc_head)
-        y = y.reshape(len(asks), size, -1).swapaxes(0, 1).reshape(y.shape)  # by places, as the chain goes
+        by_place = ops.table(np.arange(len(tokens)).reshape(-1, size).T.ravel())  # as the chain goes
+        y = ops.hc_head(h, draft.hc_head)[by_place]
         logits = self.logits(ops.rmsnorm(y, draft.norm, c.rms_norm_eps))
         return None if logits is None else self.chain(y, logits, asks)
 
@@ -134,8 +134,9 @@ class Draft(Model):
         choices = {i: _Choice(ask, logits.shape[1]) for i, ask in enumerate(asks) if ask.choose is not greedy}
         sampled = ops.table(np.array(list(choices), np.int64))
         logits = logits.reshape(size, len(asks), -1)
-        for place, scores in enumerate(logits):
-            scores += ops.linear(ops.embed(draft.markov_w1, tokens[place], 1)[:, 0], draft.markov_w2)
+        for place in range(size):
+            previous = ops.embed(draft.markov_w1, tokens[place], 1)[:, 0]
+            logits[place] = scores = logits[place] + ops.linear(previous, draft.markov_w2)
             tokens[place + 1], lead[place] = ops.best(scores)
             if choices:
                 chosen = [one.token(row, place) for one, row in zip(choices.values(), ops.to_host(scores[sampled]))]

@@ -65,9 +65,8 @@ class Model:
         hidden = pool.hidden[step.window_where[wanted]] if w.draft else None
         if logits is None:
             return Output(None, hidden, None)
-        best, lead = ops.best(logits)
-        best = ops.to_host(np.where(np.isnan(lead), np.int32(-1), best))
-        return Output(ops.to_host(logits), hidden, best.tolist())
+        best, lead = (ops.to_host(x) for x in ops.best(logits))
+        return Output(ops.to_host(logits), hidden, np.where(np.isnan(lead), np.int32(-1), best).tolist())
 
     def logits(self, x: Any) -> Any | None:
         """x [n, d] → [n, vocab] on rank 0; None elsewhere."""

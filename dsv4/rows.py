@@ -44,7 +44,7 @@ class Rows:
         for slot, start, own, rows in parts:
             runs.append((slot, start, start + len(own)))
             wanted += [len(tokens) + row for row in rows]
-            tokens += own
+            tokens.extend(own)
         if len({slot for slot, _, _ in runs}) != len(runs):
             raise InputError(f"rows: expected each slot once; found slots {[slot for slot, _, _ in runs]}")
         return cls.runs(runs, np.array(tokens, np.int32), wanted)
