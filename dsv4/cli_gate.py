@@ -88,7 +88,7 @@ def _rate(name: str, rate: float, report: Report) -> str:
     return f"{name:14s} {rate:6.2f} tok/s   {rate / report.plain:.2f} x plain"
 
 
-@gate.command("vary")
+@gate.command("vary", short_help="The default rule with other settings.")
 @click.argument("file")
 @accounting_option
 @costs_option
@@ -115,7 +115,7 @@ def vary_command(file, accounting, costs, as_json):
         say(f"{setting:18s} {value:>6s}  {report.round_weighted:5.2f}  {rates}")
 
 
-@gate.command("fit")
+@gate.command("fit", short_help="The calibration that recorded rounds suggest.")
 @click.argument("file")
 @json_option
 def fit_command(file, as_json):

@@ -15,6 +15,7 @@ from shutil import get_terminal_size
 from typing import Callable
 
 import click
+from click.core import ParameterSource
 
 from .config import CONTEXT, RunConfig, World
 from .errors import BackendError, InputError
@@ -78,6 +79,11 @@ def model_option(command):
     return click.option(
         "--model", default="nano", show_default=True, metavar="DIR|nano", help="Checkpoint directory, or the embedded model."
     )(command)
+
+
+def given(ctx: click.Context) -> list[str]:
+    """The options that were given on the command line."""
+    return [p.opts[0] for p in ctx.command.params if ctx.get_parameter_source(p.name) is ParameterSource.COMMANDLINE]
 
 
 def spec_option(command):

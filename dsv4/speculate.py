@@ -166,7 +166,7 @@ class Counters:
 
 @dataclass
 class Speculator:
-    """Rounds of one sequence. gate: a rule of gate.py, or None to decode plainly.
+    """Rounds of one sequence. gate: a rule of gate/, or None to decode plainly.
 
     mode: how blocks are verified. on_round: sees every round, for records.
     """

@@ -43,12 +43,21 @@ def test_a_wrong_answer_would_be_seen(engine, monkeypatch):
 
 def test_the_command(monkeypatch):
     monkeypatch.setattr(serve, "WAVES", 1)
-    run = ["bench", "serve", "--threads", "1", "--max-context", "256", "--tokens", "8", "--repeats", "1", "--json"]
-    found = CliRunner().invoke(cli, [*run, "--sequences", "2"])
+    run = ["bench", "serve", "--threads", "1", "--max-context", "256"]
+    few = [*run, "--tokens", "8", "--repeats", "1", "--json"]
+    found = CliRunner().invoke(cli, [*few, "--sequences", "2"])
     assert found.exit_code == 0, found.output
     records = json.loads(found.stdout)
     assert [(r["spec"], r["sequences"]) for r in records] == [("gate", 1), ("gate", 2), ("off", 1), ("off", 2)]
     assert records[0]["ratio_to_one"] == 1 and records[3]["drafted"] == 0 and records[1]["rows_per_step"] > 1
-    found = CliRunner().invoke(cli, [*run[:-1], "--clients", "3", "--seconds", "0.5"])
+    found = CliRunner().invoke(cli, [*run, "--clients", "3", "--seconds", "0.5"])
     assert found.exit_code == 0 and "0 failed, 0 hung, 0 wrong" in " ".join(found.output.split())
-    assert CliRunner().invoke(cli, [*run, "--sequences", "0"]).exit_code == 2
+    assert CliRunner().invoke(cli, [*few, "--sequences", "0"]).exit_code == 2
+    for wrong, said in (
+        ([*few, "--clients", "3"], "--tokens has no meaning with --clients"),
+        ([*run, "--seconds", "1"], "--seconds has no meaning without --clients"),
+        (["bench", "--model", "other", "serve"], "expected the options of `serve` behind it, found --model before it"),
+        ([*run[:-1], "60"], "expected at least 258 positions"),
+    ):
+        found = CliRunner().invoke(cli, wrong)
+        assert found.exit_code and said in f"{found.output} {found.exception}", found.output

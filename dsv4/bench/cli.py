@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ..cli_support import Bars, FiniteRange, console, engine_options, model_option, say
+from ..cli_support import Bars, FiniteRange, console, engine_options, given, model_option, say
 from ..config import World
 
 BUSY = "dsv4.bench.busy"  # the key of a command's context
@@ -27,7 +27,7 @@ def _lengths(ctx, param, value: str | None) -> list[int] | None:
     "--contexts",
     callback=_lengths,
     metavar="N,N,…",
-    help="Prompt and context lengths in tokens. Default: those of 128,512,2048,8000 that fit.",
+    help="Prompt and context lengths in tokens. Default: those of 128,512,2048,8000 that fit, or what does.",
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Prefills per length.")
 @click.option("--steps", type=click.IntRange(min=1), default=64, show_default=True, help="Decoded tokens per length.")
@@ -46,6 +46,8 @@ def bench(ctx, model, contexts, repeats, steps, as_json, settings):
     """
     from .machine import busy
 
+    if ctx.invoked_subcommand is not None and given(ctx):
+        raise click.UsageError(f"expected the options of `{ctx.invoked_subcommand}` behind it, found {given(ctx)[0]} before it")
     ctx.meta[BUSY] = busy()  # before anything of ours runs
     if ctx.invoked_subcommand is not None:
         return
@@ -66,7 +68,7 @@ def _remark_of_the_machine(ctx, result, **options) -> None:
         print(f"dsv4: {ctx.meta[BUSY]}", file=sys.stderr)
 
 
-@bench.command("speculate")
+@bench.command("speculate", short_help="What speculation costs here, and what it is worth.")
 @model_option
 @click.option("--tokens", type=click.IntRange(min=8), default=200, show_default=True, help="Tokens per text.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs per text and mode.")
@@ -78,7 +80,7 @@ def speculate(model, tokens, repeats, picture, as_json, settings):
 
     Plain, always the whole block, and gated, in turn on the same engine; then how honest the confidence was.
 
-    
+    \b
     Example:
       python -m dsv4 bench speculate --model nano
     """
@@ -101,7 +103,7 @@ def _counts(ctx, param, value: str | None) -> list[int] | None:
     return found
 
 
-@bench.command("serve")
+@bench.command("serve", short_help="Several sequences side by side; or many clients at once.")
 @model_option
 @click.option("--sequences", callback=_counts, metavar="N,N,…", help="Sequences at once. Default: 1,2,4,8,16.")
 @click.option("--tokens", type=click.IntRange(min=8), default=200, show_default=True, help="Tokens per answer.")
@@ -122,6 +124,9 @@ def serve(ctx, model, sequences, tokens, repeats, clients, seconds, as_json, set
       python -m dsv4 bench serve --json
       python -m dsv4 bench serve --clients 16 --seconds 60
     """
+    without = {"--seconds"} if clients is None else {"--sequences", "--tokens", "--repeats"}
+    if wrong := [option for option in given(ctx) if option in without]:
+        raise click.UsageError(f"{wrong[0]} has no meaning {'without' if clients is None else 'with'} --clients")
     from .serve import good, measure, render
 
     with Bars() as bars:
@@ -164,7 +169,7 @@ def _measure_kernels(measure, like: str, experts: int | None, repeats: int | Non
         _kernel_table(records, where)
 
 
-@bench.command("experts")
+@bench.command("experts", short_help="Routed experts and the indexer, beside the memory's speed.")
 @_kernel_options
 def experts_command(**options):
     """Routed experts and the indexer, cold in memory, beside the speed at which memory can be read.
@@ -188,7 +193,7 @@ def experts_command(**options):
     _measure_kernels(experts, **options)
 
 
-@bench.command("staging")
+@bench.command("staging", short_help="How fast experts are read from files.")
 @_kernel_options
 def staging_command(**options):
     """How fast experts are read into a staging buffer, from a checkpoint's shards and from a packed copy.
@@ -204,7 +209,7 @@ def staging_command(**options):
     _measure_kernels(staging, **options)
 
 
-@bench.command("layer")
+@bench.command("layer", short_help="A whole layer of every kind.")
 @_kernel_options
 def layer_command(**options):
     """A whole layer of every kind after 8,192 positions, and what that makes of the whole model.
@@ -220,7 +225,7 @@ def layer_command(**options):
     _measure_kernels(layers, **options)
 
 
-@bench.command("prefill")
+@bench.command("prefill", short_help="512 rows through a layer.")
 @_kernel_options
 def prefill_command(**options):
     """512 rows through a layer with all its experts, beside NumPy's float32 matrix product. Takes 4 GB.
@@ -233,7 +238,7 @@ def prefill_command(**options):
     _measure_kernels(prefill, **options)
 
 
-@bench.command("cuda")
+@bench.command("cuda", short_help="What a GPU's kernels reach.")
 @click.option("--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="Whose sizes to take.")
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Which GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of a table.")

@@ -96,19 +96,21 @@ def measure(
     """Load a model and measure it: records "load", "prefill" and "decode" per context, "exchange", "memory" and "experts",
     each with the machine.
 
-    contexts: None takes those of CONTEXTS that fit; raises InputError for one that does not. A warm-up goes before.
+    contexts: None takes those of CONTEXTS that fit, or what does; raises InputError for one that does not. A warm-up goes before.
     """
     start = time.perf_counter()
     engine = Engine.load(model, progress=progress, **settings)
     records = [{"name": "load", "seconds": time.perf_counter() - start}]
     room = engine.max_context - steps
+    if room < 1:
+        raise InputError(f"steps: expected at most {engine.max_context - 1} in a context of {engine.max_context}; found {steps}")
     for context in contexts or ():
         if not 0 < context <= room:
             raise InputError(
                 f"contexts: expected 1 to {room} (the context less {steps} decoded tokens); found {context}"
             )
-    contexts = contexts or [context for context in CONTEXTS if context <= room]
-    decode(engine, min(64, room), 8)  # warm-up: the first forwards touch the weights for the first time
+    contexts = contexts or [context for context in CONTEXTS if context <= room] or [room]
+    decode(engine, min(64, room), min(steps, 8))  # warm-up: the first forwards touch the weights for the first time
     for number, context in enumerate(contexts):
         records += [prefill(engine, context, repeats), decode(engine, context, steps)]
         if progress:

@@ -12,11 +12,11 @@ import numpy as np
 from ..cli_support import console
 from ..determinism import prompts
 from ..engine import Engine
-from ..errors import InputError
 from ..generate import complete
 from ..sampling import SamplingParams
 from ..scheduler import Request, Scheduler
 from . import machine
+from .speculate import texts
 
 COUNTS = (1, 2, 4, 8, 16)
 SPECS = ("gate", "off")
@@ -171,12 +171,10 @@ def measure(
     counts = sorted({1, *(counts or COUNTS)})
     sessions = RUNNING if clients else counts[-1]
     engine = Engine.load(model, progress=progress, max_sessions=sessions, **settings)
-    longest = max(map(len, prompts(engine).values()))
-    if longest + tokens > engine.max_context:
-        raise InputError(f"tokens: expected at most {engine.max_context - longest}; found {tokens}")
     if clients:
         records = [load(engine, clients, seconds, progress)]
     else:
+        texts(engine, tokens)  # that there is room for them
         records = throughputs(engine, counts, tokens, repeats, progress)
     where = {"model": str(model), "threads": engine.run.threads, "chunk": engine.chunk, **machine.describe()}
     return [{**record, **where} for record in records]

@@ -13,13 +13,25 @@ from ..cli_support import console
 from ..determinism import prompts
 from ..engine import Engine
 from ..errors import ConfigError, InputError, install
+from ..gate import Bucket
 from ..gate.calibration import known_outcomes
 from ..generate import complete
 from ..sampling import SamplingParams
 from . import machine
 
-EDGES = (-0.5, 0.5, 1.5, 3.0, 6.0)  # of the confidence buckets
 SPECS = ("off", "always", "gate")
+
+
+def texts(engine: Engine, tokens: int) -> dict[str, list[int]]:
+    """The prompts by kind of text. Raises InputError where the context has no room for the longest and `tokens` more."""
+    found = prompts(engine)
+    longest = max(map(len, found.values()))
+    if longest + tokens > engine.max_context:
+        raise InputError(
+            f"context: expected at least {longest + tokens} positions, for a text of {longest} tokens and {tokens} more; found "
+            f"{engine.max_context}; load with a larger max_context or ask for fewer tokens"
+        )
+    return found
 
 
 def _median_ms(run: Callable[[], object], repeats: int) -> float:
@@ -58,7 +70,7 @@ def speeds(engine: Engine, tokens: int, repeats: int, progress: Callable | None)
     """Records "text": each kind of prompt plain, always and gated, the median of interleaved runs; all always-rounds."""
     records, rounds = [], []
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    found = prompts(engine)
+    found = texts(engine, tokens)
     for done, (kind, prompt) in enumerate(found.items(), 1):
         tps: dict[str, list[float]] = {spec: [] for spec in SPECS}
         last = {}
@@ -83,7 +95,7 @@ def calibration(rounds: list) -> list[dict]:
     """Records "confidence": drafted tokens whose outcome is known, by bucket of confidence, and how many matched."""
     known = [pair for one in rounds for pair in known_outcomes(one.confidence, one.length, one.accepted)]
     records = []
-    for low, high in zip((-np.inf, *EDGES), (*EDGES, np.inf)):
+    for low, high in zip((-np.inf, *Bucket.EDGES), (*Bucket.EDGES, np.inf)):
         matched = [match for confidence, match in known if low <= confidence < high]
         expected = [1 / (1 + np.exp(-c)) for c, _ in known if low <= c < high]
         records.append(
@@ -106,10 +118,7 @@ def measure(
     engine = Engine.load(model, progress=progress, gate=gate, **settings)
     if engine.draft is None:
         raise ConfigError("bench speculate: expected a checkpoint with mtp.* tensors, found one without a draft module")
-    longest = max(map(len, prompts(engine).values()))
-    if longest + tokens > engine.max_context:
-        raise InputError(f"tokens: expected at most {engine.max_context - longest}; found {tokens}")
-    context = (prompts(engine)["prose"] * 8)[: min(200, engine.max_context - 8)]
+    context = (texts(engine, tokens)["prose"] * 8)[: min(200, engine.max_context - 8)]
     records = costs(engine, context, 20 * repeats)
     text, rounds = speeds(engine, tokens, repeats, progress)
     where = {"model": str(model), "threads": engine.run.threads, **machine.describe()}

@@ -83,7 +83,7 @@ class BatchCosts(Costs):
         self._forward, self._rough = Line(*self._start), True  # rough: nothing but forwards with prompts was seen
         self._draft = Line(given.draft_ms / 2, given.draft_ms / 2, (1.0, 4.0))
         self._sequences = self._drafting = 1  # how many run, and how many shared the last draft
-        self._forwards = self._plain = 0  # forwards in all, and plain ones since the last other
+        self._plain = 0  # forwards since the last that was not plain
         self._wait = self._due = self.FIRST  # forwards until the next that nobody drafts for
         self._all = Evidence()
         self._lost = 0.0  # plain steps that a try now is expected to lose, of those that do not draft
@@ -103,7 +103,6 @@ class BatchCosts(Costs):
     def forwarded(self, rows: int, ms: float, plain: bool, prompts: bool) -> None:
         """A forward of so many rows took ms. plain: nobody who decodes verified anything in it. prompts: some rows were
         of prompts, which take less than others; such a forward says how fast the machine is, until there is another."""
-        self._forwards += 1
         self._plain = self._plain + 1 if plain else 0
         self._due -= 1
         if self._plain >= self.IN_A_ROW:
