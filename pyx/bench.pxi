@@ -7,7 +7,7 @@ cdef extern from "stream.h" nogil:
         const uint64_t *words
         int64_t count
         uint64_t sums[TEAM_MAX]
-    void stream_read(void *args, int tid, int n) noexcept
+    const team_work stream_work
 
 
 cdef extern from "kernels.h" nogil:
@@ -23,7 +23,7 @@ def read_all(Team team, words):
     if held.view.format[0] not in (c"L", c"Q") or held.view.ndim != 1 or held.view.shape[0] % 32:
         raise InputError(f"read: expected uint64 [a multiple of 32], found {words.dtype} {words.shape}")
     a.words, a.count = <const uint64_t *>held.view.buf, held.view.shape[0]
-    team.run(stream_read, &a, team.threads)
+    team.run(stream_work, &a, team.threads)
     return sum([a.sums[i] for i in range(team.threads)]) % (1 << 64)
 
 

@@ -31,7 +31,8 @@ cdef extern from "Python.h":  # borrowed references: nothing is counted
 
 cdef extern from "team.h" nogil:
     ctypedef void (*team_fn)(void *args, int tid, int n) noexcept nogil
-    int team_run(int n, team_fn fn, void *args)
+    ctypedef team_fn team_work[4]
+    int team_run(int n, const team_fn *work, void *args)
     enum: TEAM_MAX
 
 
@@ -97,13 +98,13 @@ cdef extern from "kernels.h" nogil:
 
     cdef struct kernels:
         const char *name
-        team_fn linear
-        team_fn swiglu
-        team_fn moe, moe_end
-        team_fn multiply_bytes
-        team_fn embed, act_quant, rmsnorm, hc_pre, hc_post, mean_streams, rope_angles, rotate, encode_keys, decode_keys
-        team_fn attend, compress_store, compress_pool, index_quant, decode_index, index_select, entry_places
-        team_fn ring_places, visible_places, gate, best, nonfinite
+        team_work linear
+        team_work swiglu
+        team_work moe, moe_end
+        team_work multiply_bytes
+        team_work embed, act_quant, rmsnorm, hc_pre, hc_post, mean_streams, rope_angles, rotate, encode_keys, decode_keys
+        team_work attend, compress_store, compress_pool, index_quant, decode_index, index_select, entry_places
+        team_work ring_places, visible_places, gate, best, nonfinite
         void (*quads)(const float *x, float *y, int64_t rows, int64_t k) noexcept nogil
         const kernels *plain
     const kernels *kernels_find(const char *isa)
@@ -128,11 +129,11 @@ cdef class Team:
     def isa(self):
         return self.kernels.name.decode()
 
-    cdef int run(self, team_fn fn, void *args, int threads) except -1:
+    cdef int run(self, const team_fn *work, void *args, int threads) except -1:
         """Run a kernel on `threads` threads (1: on the caller's own), without the GIL."""
         cdef int error
         with nogil:
-            error = team_run(threads, fn, args)
+            error = team_run(threads, work, args)
         if error:
             raise BackendError(f"cannot start {threads} threads (error {error}): lower the number of threads")
         return 0

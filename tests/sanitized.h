@@ -71,15 +71,14 @@ static inline int everywhere(const char *name, size_t kernel, void *args, int th
     for (int i = 0; i < SETS; i++) {
         const struct kernels *kernels = kernels_find(sets[i]);
         if (!kernels) continue;
-        team_fn fn;
-        memcpy(&fn, (const char *)kernels + kernel, sizeof fn);
+        const team_fn *work = (const team_fn *)(const void *)((const char *)kernels + kernel);
         for (int n = 1, same = 1; n; n = n < threads ? threads : 0) {
             for (int r = 0; r < count; r++) {
                 const size_t size = (size_t)results[r].size;
                 if (results[r].before) memcpy(results[r].at, results[r].before, size);
                 else memset(results[r].at, n > 1 ? 0x55 : 0xff, size);
             }
-            if (team_run(n, fn, args)) abort();
+            if (team_run(n, work, args)) abort();
             for (int r = 0; r < count; r++) {
                 const size_t size = (size_t)results[r].size;
                 if (kept[r]) same = same && !memcmp(kept[r], results[r].at, size);

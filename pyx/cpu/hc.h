@@ -32,9 +32,10 @@ static void hc_rows(const float *f, const float *fn, int width, int count, float
     }
 }
 
-/* fn · f of every row and 1 / rms(f), into scratch [rows, outputs] and after it [rows]. */
-static void hc_mixes(const struct hc_pre_args *a, int tid, int n)
+/* hc_pre's first phase: fn · f of every row and 1 / rms(f), into scratch [rows, outputs] and after it [rows]. */
+static void FN(hc_mixes)(void *args, int tid, int n)
 {
+    const struct hc_pre_args *a = args;
     int outputs = hc_outputs(a), width = a->streams * a->dim, groups = (outputs + HC_OUTPUTS - 1) / HC_OUTPUTS;
     int64_t from, to, blocks = (a->rows + HC_ROWS - 1) / HC_ROWS;
     team_share(blocks * groups, tid, n, &from, &to);
@@ -156,8 +157,6 @@ static void FN(hc_pre)(void *args, int tid, int n)
     const struct hc_pre_args *a = args;
     int64_t from, to;
     float pre[HC_LANES * MAX_STREAMS];
-    hc_mixes(a, tid, n);
-    team_barrier(n);
     team_share(a->rows, tid, n, &from, &to);
     for (int64_t t = from; t < to;) {
         int count = to - t < HC_LANES ? (int)(to - t) : HC_LANES;

@@ -171,26 +171,28 @@ static void select_row(const struct index_select_args *a, int64_t t, float *scra
     for (int j = 0; j < a->k; j++) out[j] = j < a->visible[t] ? j : -1;
 }
 
-static void FN(index_select)(void *args, int tid, int n)
+/* index_select's first phase: scores of rows whose entries are cut over the threads. */
+static void FN(index_scores)(void *args, int tid, int n)
 {
     const struct index_select_args *a = args;
     float *scratch = a->scratch + tid * select_scratch(a->heads, a->cache.dim, a->k);
-    if (!a->by_entries) {
-        float *score = a->scores + (int64_t)tid * a->score_stride;
-        for (int64_t t = tid; t < a->rows; t += n) { /* in turn: later rows see more */
-            if (a->visible[t] > a->k) score_entries(a, t, scratch, 0, a->visible[t], score);
-            select_row(a, t, scratch, score);
-        }
-        return;
-    }
-    for (int64_t t = 0; t < a->rows; t++) {
+    for (int64_t t = 0; a->by_entries && t < a->rows; t++) {
         int64_t first, last;
         team_share((a->visible[t] + TILE - 1) / TILE, tid, n, &first, &last);
         last = last * TILE < a->visible[t] ? last * TILE : a->visible[t];
         if (a->visible[t] > a->k) score_entries(a, t, scratch, first * TILE, last, a->scores + t * a->score_stride);
     }
-    team_barrier(n);
-    for (int64_t t = tid; t < a->rows; t += n) select_row(a, t, scratch, a->scores + t * a->score_stride);
+}
+
+static void FN(index_select)(void *args, int tid, int n)
+{
+    const struct index_select_args *a = args;
+    float *scratch = a->scratch + tid * select_scratch(a->heads, a->cache.dim, a->k);
+    for (int64_t t = tid; t < a->rows; t += n) { /* in turn: later rows see more */
+        float *score = a->scores + (a->by_entries ? t : tid) * (int64_t)a->score_stride;
+        if (!a->by_entries && a->visible[t] > a->k) score_entries(a, t, scratch, 0, a->visible[t], score);
+        select_row(a, t, scratch, score);
+    }
 }
 
 static void FN(entry_places)(void *args, int tid, int n)

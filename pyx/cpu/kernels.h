@@ -1,6 +1,6 @@
 /* The table of compiled kernels: one per instruction set, the same bits in all of them.
  *
- * A kernel has the signature of team_fn: it is run by n threads with the same arguments and takes its share by tid.
+ * A kernel is work for team_run: n threads run its phases with the same arguments, a share by its tid.
  * Argument structs are declared here; the bodies are in the headers that kernels_body.h includes.
  */
 #pragma once
@@ -86,14 +86,14 @@ struct multiply_args {
 
 struct kernels {
     const char *name;
-    team_fn linear;
-    team_fn swiglu;
-    team_fn moe;
-    team_fn moe_end;
-    team_fn multiply_bytes;
+    team_work linear;
+    team_work swiglu;
+    team_work moe;
+    team_work moe_end;
+    team_work multiply_bytes;
     void (*quads)(const float *x, float *y, int64_t rows, int64_t k); /* the order of FP4 inputs; y: k to 64s */
     const struct kernels *plain; /* whose moe knows any size of activation, where this one's does not; else NULL */
-#define ROW_KERNEL(name) team_fn name;
+#define ROW_KERNEL(name, ...) team_work name;
 #include "rows_kernels.h"
 #undef ROW_KERNEL
 };

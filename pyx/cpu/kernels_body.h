@@ -16,16 +16,16 @@
 
 const struct kernels JOIN(kernels, SET) = {
     .name = TEXT(SET),
-    .linear = FN(linear),
-    .swiglu = FN(swiglu),
-    .moe = FN(moe),
-    .moe_end = FN(moe_end),
-    .multiply_bytes = FN(multiply_bytes),
+    .linear = {FN(linear)},
+    .swiglu = {FN(swiglu)},
+    .moe = {FN(moe_inputs), FN(moe_inners), FN(moe)},
+    .moe_end = {FN(moe_end)},
+    .multiply_bytes = {FN(multiply_bytes)},
     .quads = FN(quads),
 #ifdef V16_BF16
     .plain = &kernels_avx512,
 #endif
-#define ROW_KERNEL(name) .name = FN(name),
+#define ROW_KERNEL(name, ...) .name = {__VA_ARGS__},
 #include "rows_kernels.h"
 #undef ROW_KERNEL
 };

@@ -94,8 +94,9 @@ static void FN(moe_strip)(const struct matrix *w, const struct route *route, int
     FN(strip)(w, route, n0, nn, each, rows, slices, sums);
 }
 
-static void FN(moe_inputs)(struct moe_args *a, int tid, int n)
+static void FN(moe_inputs)(void *args, int tid, int n)
 {
+    struct moe_args *a = args;
     const int64_t blocks = (a->d + E4M3_BLOCK - 1) / E4M3_BLOCK;
     int64_t first, last;
     team_share(a->rows * blocks, tid, n, &first, &last);
@@ -200,21 +201,26 @@ static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, int
 }
 
 /* Threads take jobs in turn, each one ahead of what it does, so that it knows which weights to fetch. */
-static void FN(moe)(void *args, int tid, int n)
+static void FN(moe_inners)(void *args, int tid, int n)
 {
     struct moe_args *a = args;
-    FN(moe_inputs)(a, tid, n);
-    team_barrier(n);
-    const int64_t blocks = (a->inner + E4M3_BLOCK - 1) / E4M3_BLOCK, spans = (a->d + MOE_WIDTH - 1) / MOE_WIDTH;
+    const int64_t blocks = (a->inner + E4M3_BLOCK - 1) / E4M3_BLOCK;
+    (void)tid, (void)n;
     for (int64_t next, job = atomic_fetch_add(&a->next_inner, 1); job < a->uses * blocks; job = next) {
         next = atomic_fetch_add(&a->next_inner, 1);
         struct route after = {0, next % blocks * E4M3_BLOCK, NULL};
         if (next < a->uses * blocks) after.next = a->matrices + 3 * (int64_t)a->expert[next / blocks];
         FN(moe_inner)(a, job / blocks, job % blocks, after);
     }
-    team_barrier(n);
-    if (a->wide) return; /* before any sum: the other kernel makes them all */
+}
+
+static void FN(moe)(void *args, int tid, int n)
+{
+    struct moe_args *a = args;
+    const int64_t spans = (a->d + MOE_WIDTH - 1) / MOE_WIDTH;
     float *totals = a->totals + (int64_t)tid * a->slices * a->parts * MOE_WIDTH;
+    (void)n;
+    if (a->wide) return; /* before any sum: the other kernel makes them all */
     for (int64_t next, job = atomic_fetch_add(&a->next_output, 1); job < spans; job = next) {
         next = atomic_fetch_add(&a->next_output, 1);
         const int64_t n0 = job * MOE_WIDTH, rest = a->d - n0;

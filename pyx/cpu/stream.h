@@ -26,3 +26,5 @@ static void stream_read(void *args, int tid, int n)
     a->sums[tid] = 0;
     for (int j = 0; j < 16; j++) a->sums[tid] += sums[j];
 }
+
+static const team_work stream_work = {stream_read};

@@ -1,7 +1,6 @@
 #include "team.h"
 
 #include <errno.h>
-#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -22,62 +21,90 @@
 #define SPINS 2000  /* looks of a waiting thread that keeps its core, */
 #define YIELDS 1000 /* then looks between which others have it; then it sleeps */
 
-/* A number that one side changes and others wait on. */
+/* A number that only grows, and that one thread waits on. */
 struct event {
-    _Atomic uint32_t value;
-    _Atomic int sleepers;
-    char pad[56]; /* a cache line each */
+    _Atomic uint64_t value;
+    _Atomic uint32_t asleep; /* whether that thread sleeps, and what it sleeps on */
+};
+
+/* A round is one phase of one run. Its number, which no other round has, holds its n, too. A share that somebody has
+ * begun is at round | BEGUN: whoever comes late, from a round long over, finds another number there and touches nothing. */
+#define BEGUN 1
+#define ROUND 1024 /* from one round to the next */
+#define SHARES(round) ((int)((round) % ROUND / 2))
+
+struct share {
+    _Alignas(64) struct event at; /* its own thread waits on it */
+    team_fn fn;                   /* these are for who has begun the share: until it is done they stay */
+    void *args;
+    uint64_t last; /* what team.done comes to with the round */
 };
 
 static struct {
     pthread_mutex_t turn; /* held for the length of one team_run */
     int started;          /* worker threads, tids 1..started */
-    team_fn fn;
-    void *args;
-    int n;
-    _Atomic int busy;    /* workers of this run that have not finished */
-    _Atomic int arrived; /* at the barrier */
-    struct event done, passed;
-    struct event go[TEAM_MAX];
+    uint64_t round;
+    uint64_t given;                /* shares of all rounds until now */
+    _Alignas(64) struct event done; /* as many are done; the caller waits on it */
+    struct share share[TEAM_MAX];
 } team = {.turn = PTHREAD_MUTEX_INITIALIZER};
 
-static void event_bump(struct event *e)
+static void event_wake(struct event *e)
 {
-    atomic_fetch_add(&e->value, 1);
 #if defined(__linux__)
-    if (atomic_load(&e->sleepers)) syscall(SYS_futex, &e->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    if (atomic_load(&e->asleep) && atomic_exchange(&e->asleep, 0))
+        syscall(SYS_futex, &e->asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+#else
+    (void)e;
 #endif
 }
 
-/* Returns once the value is no longer `seen`. */
-static void event_wait(struct event *e, uint32_t seen)
+/* The first value seen that is above `past`. */
+static uint64_t event_wait(struct event *e, uint64_t past)
 {
-    for (int i = 0; i < SPINS; i++) {
-        if (atomic_load_explicit(&e->value, memory_order_acquire) != seen) return;
-        PAUSE();
+    uint64_t value;
+    for (int i = 0; i < SPINS + YIELDS; i++) {
+        value = atomic_load_explicit(&e->value, memory_order_acquire);
+        if (value > past) return value;
+        if (i < SPINS) PAUSE();
+        else sched_yield();
     }
-    for (int i = 0; i < YIELDS; i++) {
-        if (atomic_load_explicit(&e->value, memory_order_acquire) != seen) return;
-        sched_yield();
-    }
-    atomic_fetch_add(&e->sleepers, 1);
-    while (atomic_load(&e->value) == seen) {
+    for (;;) {
+        atomic_store(&e->asleep, 1); /* before the look: who changes the value looks whether one sleeps after that */
+        value = atomic_load(&e->value);
+        if (value > past) break;
 #if defined(__linux__)
-        syscall(SYS_futex, &e->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+        syscall(SYS_futex, &e->asleep, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
 #else
         sched_yield();
 #endif
     }
-    atomic_fetch_sub(&e->sleepers, 1);
+    atomic_store(&e->asleep, 0);
+    return value;
+}
+
+/* Computes the shares of a round that nobody has begun, from tid's on. */
+static void take_shares(uint64_t round, int tid)
+{
+    const int n = SHARES(round);
+    for (int i = 0; i < n; i++) {
+        const int which = tid + i < n ? tid + i : tid + i - n;
+        struct share *share = &team.share[which];
+        uint64_t open = round;
+        if (atomic_load_explicit(&share->at.value, memory_order_relaxed) != round) continue;
+        if (!atomic_compare_exchange_strong(&share->at.value, &open, round | BEGUN)) continue;
+        const uint64_t last = share->last;
+        share->fn(share->args, which, n);
+        if (atomic_fetch_add(&team.done.value, 1) + 1 == last) event_wake(&team.done);
+    }
 }
 
 static void *worker(void *arg)
 {
-    int tid = (int)(intptr_t)arg;
-    for (uint32_t seen = 0;; seen++) {
-        event_wait(&team.go[tid], seen);
-        team.fn(team.args, tid, team.n);
-        if (atomic_fetch_sub(&team.busy, 1) == 1) event_bump(&team.done);
+    const int tid = (int)(intptr_t)arg;
+    for (uint64_t round = 0;;) {
+        round = event_wait(&team.share[tid].at, round | BEGUN) & ~(uint64_t)BEGUN;
+        take_shares(round, tid);
     }
     return NULL;
 }
@@ -111,37 +138,32 @@ static int start_workers(int n)
     return error;
 }
 
-int team_run(int n, team_fn fn, void *args)
+/* One phase; the caller is thread 0. */
+static void run_round(int n, team_fn fn, void *args)
+{
+    const uint64_t round = team.round += ROUND, open = round + 2 * (uint64_t)n, last = team.given += (uint64_t)n;
+    for (int tid = 0; tid < n; tid++) {
+        struct share *share = &team.share[tid];
+        share->fn = fn;
+        share->args = args;
+        share->last = last;
+        atomic_store(&share->at.value, open);
+    }
+    for (int tid = 1; tid < n; tid++) event_wake(&team.share[tid].at);
+    take_shares(open, 0);
+    event_wait(&team.done, last - 1);
+}
+
+int team_run(int n, const team_fn *work, void *args)
 {
     if (n < 1 || n > TEAM_MAX) return EINVAL;
     if (n == 1) {
-        fn(args, 0, 1);
+        for (; *work; work++) (*work)(args, 0, 1);
         return 0;
     }
     pthread_mutex_lock(&team.turn);
-    int error = start_workers(n);
-    if (!error) {
-        team.fn = fn;
-        team.args = args;
-        team.n = n;
-        atomic_store(&team.busy, n - 1);
-        uint32_t seen = atomic_load(&team.done.value);
-        for (int tid = 1; tid < n; tid++) event_bump(&team.go[tid]);
-        fn(args, 0, n);
-        event_wait(&team.done, seen);
-    }
+    const int error = start_workers(n);
+    for (; !error && *work; work++) run_round(n, *work, args);
     pthread_mutex_unlock(&team.turn);
     return error;
-}
-
-void team_barrier(int n)
-{
-    if (n == 1) return;
-    uint32_t seen = atomic_load(&team.passed.value);
-    if (atomic_fetch_add(&team.arrived, 1) == n - 1) {
-        atomic_store(&team.arrived, 0);
-        event_bump(&team.passed);
-    } else {
-        event_wait(&team.passed, seen);
-    }
 }
