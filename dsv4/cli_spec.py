@@ -58,7 +58,7 @@ class Recorder:
                 k=found.length,
                 accept=found.accepted,
                 margin=found.margin,
-                draft_ms=1e3 * found.draft_s if found.draft else None,
+                draft_ms=1e3 * found.draft_s if found.drafted else None,
                 verify_ms=1e3 * found.verify_s if found.length else None,
                 plain_ms=None if found.length else 1e3 * found.verify_s,
             )

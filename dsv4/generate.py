@@ -259,8 +259,8 @@ class Answer:
             reason = "stop" if ended or self._matcher.found else "length" if self.count == self.limit else None
             if reason:
                 text += self._rest()
-            scores = (None, None) if n is None else token_logprobs(logits[row], token, n)
-            steps.append(Step(token, text, *scores, record, reason))
+            logprob, top = (None, None) if n is None else token_logprobs(logits[row], token, n)
+            steps.append(Step(token, text, logprob, top, record, reason))
             if reason:
                 break
         return steps

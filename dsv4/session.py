@@ -269,7 +269,7 @@ def draft_all(parts: Sequence[tuple[Session, int, Choose]], logits: bool = False
 
 
 def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> list[int]:
-    """tokens as a list; raises InputError for anything that is not a list of ids within the vocabulary."""
+    """tokens as a list (maybe the very one); raises InputError for anything that is not a list of ids within the vocabulary."""
     if type(tokens) is list and set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab:
         return tokens  # the usual few: several times as fast as what follows
     try:

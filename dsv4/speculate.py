@@ -134,9 +134,8 @@ class Round:
     before: np.ndarray  # [vocab]: what the committed token was chosen from
     tokens: list[int] = field(default_factory=list)
     logits: np.ndarray | None = None  # float32 [len(tokens), vocab]
-    draft: Drafted | None = None  # None: nothing was drafted
-    drafted: Sequence[int] = ()  # its tokens
-    confidence: Sequence[float] = ()  # and a logit for each
+    drafted: Sequence[int] = ()  # the whole block; empty: nothing was drafted
+    confidence: Sequence[float] = ()  # a logit for each of its tokens
     length: int = 0  # drafted tokens that were verified
     accepted: int = 0
     draft_s: float = 0.0
@@ -207,8 +206,8 @@ class Speculator:
     def _draft(self, token: int, found: Round) -> Generator[Any, Any, None]:
         if self.gate.before_draft(found.margin if self.gate.reads_margin else None):
             start = time.perf_counter()
-            found.draft = yield WantsDraft(token, self.choose)
-            found.drafted, found.confidence = found.draft.ids.tolist(), found.draft.confidence.tolist()
+            block: Drafted = yield WantsDraft(token, self.choose)
+            found.drafted, found.confidence = block.ids.tolist(), block.confidence.tolist()
             found.length = self.gate.choose(found.confidence)
             found.draft_s = time.perf_counter() - start
         else:
@@ -220,9 +219,8 @@ class Speculator:
         self.counters.drafted += found.length
         self.counters.accepted += found.accepted
         if self.gate is not None:
-            drafted = found.draft is not None
-            self.gate.observe(1e3 * found.draft_s if drafted else None, found.length, 1e3 * found.verify_s)
-            if drafted:
+            self.gate.observe(1e3 * found.draft_s if found.drafted else None, found.length, 1e3 * found.verify_s)
+            if found.drafted:
                 self.gate.record(found.confidence, found.length, found.accepted)
             else:
                 self.gate.record_skip()

@@ -41,9 +41,9 @@ def trace(engine, length=100) -> dict[str, np.ndarray]:
     tokens = rng.integers(0, engine.config.vocab_size, length).tolist()
     with engine.session() as session, engine.session() as neighbour:
         neighbour.forward(tokens[:7])
-        out["prompt"], out["prompt hidden"] = session.forward(tokens[: length - 9], "all")
-        out["decode"], out["decode hidden"] = session.forward(tokens[length - 9 : length - 8])
-        out["verify rows"], _ = session.forward(tokens[length - 8 : length - 2], "all")
+        out["prompt"], out["prompt hidden"] = session.forward(tokens[: length - 9], "all")[:2]
+        out["decode"], out["decode hidden"] = session.forward(tokens[length - 9 : length - 8])[:2]
+        out["verify rows"] = session.forward(tokens[length - 8 : length - 2], "all").logits
         session.rewind(length - 6)
         out["after rewind"] = session.decode(tokens[length - 6])
         if engine.draft is not None:
