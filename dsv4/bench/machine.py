@@ -35,10 +35,7 @@ def busy() -> str | None:
         return None
     if load <= count:
         return None
-    return (
-        f"this machine is busy (load average {load:.1f}, {count} cores): these figures are less than it can do, and several "
-        "threads may be slower than one"
-    )
+    return f"this machine is busy (load average {load:.1f}, {count} cores): these figures are less than it can do"
 
 
 def _numbers(text: str) -> set[int]:
