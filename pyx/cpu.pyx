@@ -44,6 +44,8 @@ cdef extern from "kernels.h" nogil:
         FORMAT_F32
 
     enum:
+        BLOCK
+        FEW_PAIRS
         MOE_WIDTH
 
     cdef struct matrix:
@@ -59,6 +61,7 @@ cdef extern from "kernels.h" nogil:
         float *y
         int64_t rows, stride
         int groups, slices
+        uint16_t *pairs
 
     cdef struct swiglu_args:
         const float *g
@@ -105,6 +108,7 @@ cdef extern from "kernels.h" nogil:
         team_work embed, act_quant, rmsnorm, hc_pre, hc_post, mean_streams, rope_angles, rotate, encode_keys, decode_keys
         team_work attend, compress_store, compress_pool, index_quant, decode_index, index_select, entry_places
         team_work ring_places, visible_places, gate, best, nonfinite
+        bint takes_pairs
         void (*quads)(const float *x, float *y, int64_t rows, int64_t k) noexcept nogil
         const kernels *plain
     const kernels *kernels_find(const char *isa)

@@ -109,7 +109,8 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
     check_slices(slices, w.m.k, w.m.format)
     if groups < 1 or w.m.n % groups:
         raise InputError(f"grouped linear: expected outputs in {groups} equal groups, found {w.shape[0]}")
-    cdef Buffer xs = floats(x, w.m.k * groups), moved
+    cdef Buffer xs = floats(x, w.m.k * groups), moved, room
+    cdef int threads
     a.w, a.rows, a.groups, a.slices, a.stride = &w.m, xs.view.shape[0], groups, slices, w.m.k
     y = lines((a.rows, w.m.n))
     cdef Buffer ys = Buffer(y)
@@ -125,7 +126,12 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
     elif a.rows > 1 and <uintptr_t>a.x % 64:
         moved = Buffer(empty(a.rows * groups * a.stride + 16, float32))
         a.x = <const float *>memcpy(to_line(<char *>moved.view.buf), a.x, 4 * a.rows * groups * a.stride)
-    team.run(team.kernels.linear, &a, team.share(<double>a.rows * w.m.n * w.m.k))
+    threads = team.share(<double>a.rows * w.m.n * w.m.k)
+    a.pairs = NULL
+    if team.kernels.takes_pairs and w.m.format == FORMAT_FP8 and a.rows > FEW_PAIRS and w.m.k % 128 == 0:
+        room = Buffer(lines((threads * min(a.rows, BLOCK), w.m.k // 2)))
+        a.pairs = <uint16_t *>room.view.buf
+    team.run(team.kernels.linear, &a, threads)
     return y
 
 

@@ -2,6 +2,8 @@
  * kernels. Prints how many results agreed. */
 #include "sanitized.h"
 
+enum { THREADS = 3 };
+
 static struct matrix weights(enum format format, int64_t n, int64_t k)
 {
     static const int bits[] = {8, 4, 16, 32};
@@ -39,7 +41,11 @@ static int linear_case(enum format format, int64_t n, int64_t k, int64_t rows, i
 {
     struct matrix w = weights(format, n, k);
     float *x = numbers(rows * k), *y = block(4 * rows * n, 4);
-    struct linear_args a = {&w, x, k, y, rows, 1, slices};
+    struct linear_args a = {&w, x, k, y, rows, 1, slices, NULL};
+    if (format == FORMAT_FP8 && rows % 2) {
+        for (int64_t i = 0; i < rows * k; i++) memset(x + i, 0, 2); /* bf16 numbers */
+        a.pairs = block(2 * THREADS * (rows < BLOCK ? rows : BLOCK) * k, 2);
+    }
     if (format == FORMAT_FP4) {
         a.stride = (k + 63) / 64 * 64;
         a.x = quads(x, rows, k);
@@ -69,7 +75,6 @@ static void moe_calls(const struct kernels *kernels, struct moe_args a, int n, i
 /* One routed FP4 expert and the FP8 one that all share, each of them for every row. */
 static int moe_case(int64_t d, int64_t inner, int64_t rows, int slices)
 {
-    enum { THREADS = 3 };
     struct matrix m[6];
     for (int i = 0; i < 6; i++)
         m[i] = weights(i < 3 ? FORMAT_FP4 : FORMAT_FP8, i % 3 == 1 ? d : inner, i % 3 == 1 ? inner : d);

@@ -15,7 +15,6 @@
 #define TILE_MOST (CHUNK_FP4 + 16)                 /* floats of a tile's output, and what lies between two: */
 #define TILE_STRIDE(len) (((len) + 127) / 128 * 128 + 16) /* close together, but not in the same cache sets */
 #define GROUP 32                   /* k of one FP4 scale */
-#define BLOCK 64                   /* rows computed together */
 #define MAX_SLICES 8
 #define NEAR (512 << 10) /* bytes of weights that every thread's own cache holds: threads then share the rows, as all */
 #define ROWS_EACH 8      /* kernels of rows do, so that a row stays with its thread; of fewer rows they share outputs */
@@ -428,57 +427,4 @@ static inline v16 FN(tree)(const float *p, int64_t stride, int slices)
     for (; slices > 1; slices /= 2)
         for (int s = 0; s < slices / 2; s++) v[s] = v16_add(v[2 * s], v[2 * s + 1]);
     return v[0];
-}
-
-/* Where the inputs of a group of `rows` rows from t0 on are. */
-static void FN(linear_inputs)(const struct linear_args *a, int64_t t0, int rows, int64_t group, const float **x)
-{
-    for (int r = 0; r < rows; r++) x[r] = a->x + ((t0 + r) * a->groups + group) * a->stride;
-}
-
-/* One strip of a group's outputs for `rows` rows from t0 on. */
-static void FN(linear_strip)(const struct linear_args *a, const struct route *route, int64_t t0, int rows,
-                             int64_t group, int64_t strip, const float *const *x)
-{
-    const int64_t width = a->w->n / a->groups, n0 = group * width + strip * STRIP;
-    const int nn = (int)(width - strip * STRIP < STRIP ? width - strip * STRIP : STRIP);
-    float *y = a->y + t0 * a->w->n + n0;
-    if (a->slices == 1 && a->w->k <= CHUNK && nn % 4 == 0 && FN(tile_fits)(a->w, rows, 1)) { /* one sum each */
-        FN(strip_tile)(a->w, route, n0, nn, x, rows, 1, y, a->w->n, 0);
-        return;
-    }
-    float sums[MAX_SLICES * BLOCK * STRIP];
-    FN(strip)(a->w, route, n0, nn, x, rows, a->slices, sums);
-    for (int r = 0; r < rows; r++)
-        v16_store_n(y + r * a->w->n, FN(tree)(sums + r * STRIP, rows * STRIP, a->slices), nn);
-}
-
-static void FN(linear)(void *args, int tid, int n)
-{
-    const struct linear_args *a = args;
-    const struct matrix *w = a->w;
-    const int64_t width = w->n / a->groups, strips = (width + STRIP - 1) / STRIP;
-    const int64_t blocks = (a->rows + BLOCK - 1) / BLOCK;
-    struct route route = {w->n, 0, NULL};
-    const float *x[BLOCK] = {NULL};
-    int64_t first, last;
-    if (a->rows >= ROWS_EACH * n && w->n * w->weight_stride <= NEAR) {
-        team_share(a->rows, tid, n, &first, &last);
-        for (int64_t t0 = first; t0 < last; t0 += BLOCK)
-            for (int64_t group = 0; group < a->groups; group++) {
-                const int rows = (int)(last - t0 < BLOCK ? last - t0 : BLOCK);
-                FN(linear_inputs)(a, t0, rows, group, x);
-                for (int64_t strip = 0; strip < strips; strip++) FN(linear_strip)(a, &route, t0, rows, group, strip, x);
-            }
-        return;
-    }
-    team_share(a->groups * strips * blocks, tid, n, &first, &last);
-    if (blocks == 1) route.end = (last - 1) / strips * width + ((last - 1) % strips + 1) * STRIP;
-    for (int64_t job = first; job < last; job++) {
-        /* all strips of a block of rows in turn: its inputs stay in the cache */
-        const int64_t t0 = job / strips / a->groups * BLOCK, group = job / strips % a->groups;
-        const int rows = (int)(a->rows - t0 < BLOCK ? a->rows - t0 : BLOCK);
-        if (job == first || job % strips == 0) FN(linear_inputs)(a, t0, rows, group, x);
-        FN(linear_strip)(a, &route, t0, rows, group, job % strips, x);
-    }
 }

@@ -1,17 +1,32 @@
-/* Linears of rounded activations for more than FEW_PAIRS rows, by the bf16 multiply-add of pairs (V16_BF16 sets): weights
- * are decoded once for all rows, with their scales, which are powers of two.
+/* Linears and experts of rounded activations for more than FEW_PAIRS rows, by the bf16 multiply-add of pairs (V16_BF16
+ * sets): weights are decoded once for all rows, with their scales, which are powers of two.
  *
  * FP4: as in gemm_pairs.h; the products have the scale already, so they are only added.
  * FP8: the instruction adds the product of the upper halves, then that of the lower ones, each rounded (dispatch.c sees
  * to that): two fused multiply-adds. Of every 32 inputs, pair l is input l above input l+16: the sums of gemm.h.
  *
  * All is exact or rounded as there, while scales are so near to one that no sum is subnormal: rounded activations are
- * multiples of 2^-31 (quant.h).
+ * bf16 numbers of at least 2^-31 (quant.h), so products are multiples of 2^-126.
  */
 
-#define LEAST_SCALE (127 - 80)
+#define LEAST_SCALE (127 - 79)
 #define MOST_SCALE (127 + 20) /* four products of FP4 then fit, too (moe.h: activations up to 2^100) */
 #define PAIRS_STEP 64         /* inputs of a step: two vectors of pairs */
+
+/* FP8 inputs as pairs; len a multiple of 32. Whether they are bf16 numbers, none of them but zero below 2^-31. */
+INLINE int FN(fp8_pairs)(const float *x, uint16_t *y, int64_t len)
+{
+    const v16i upper = v16i_set1((int)0xffff0000), one = v16i_set1(1), most = v16i_set1(INT32_MAX);
+    v16i bits = v16i_set1(0), least = v16i_set1(-1);
+    for (int64_t k = 0; k < len; k += 32) {
+        const v16i above = v16_bits(v16_load(x + k)), below = v16_bits(v16_load(x + k + 16));
+        _mm512_storeu_si512(y + k, v16i_or(v16i_and(above, upper), v16i_shr(below, 16)));
+        bits = v16i_or(bits, v16i_or(above, below));
+        least = _mm512_min_epu32(least, v16i_sub(v16i_and(above, most), one)); /* of zero the largest there is */
+        least = _mm512_min_epu32(least, v16i_sub(v16i_and(below, most), one));
+    }
+    return !_mm512_test_epi32_mask(bits, v16i_set1(0xffff)) && _mm512_reduce_min_epu32(least) >= ((127 - 31) << 23) - 1;
+}
 
 /* 64 inputs of four outputs lie together: [len / 64][4 outputs][64]; sixteen outputs as four such. */
 #define TILE_AT(tile, len, c) ((tile) + (int64_t)((c) / 4) * 4 * (len) + (c) % 4 * PAIRS_STEP)
@@ -81,9 +96,9 @@ static void FN(fp8_tile)(const struct matrix *w, struct ahead to, int64_t n0, in
     }
 }
 
-/* `len` inputs (a multiple of 64) of four outputs for R rows: added to sums [row][STRIP], or begun. */
-INLINE void FN(pairs_block)(const int fp4, const int R, const uint16_t *tile, const uint16_t *const *x, int64_t k,
-                            int64_t len, int first, float *sums)
+/* `len` inputs (a multiple of 64) of four FP4 outputs for R rows: added to sums [row][STRIP], or begun. */
+INLINE void FN(fp4_block)(const int R, const uint16_t *tile, const uint16_t *const *x, int64_t k, int64_t len, int first,
+                          float *sums)
 {
     __m512 acc[16];
     float sum[16];
@@ -101,11 +116,8 @@ INLINE void FN(pairs_block)(const int fp4, const int R, const uint16_t *tile, co
             const __m512bh a = (__m512bh)_mm512_loadu_si512(x[r] + k), b = (__m512bh)_mm512_loadu_si512(x[r] + k + 32);
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
-                const int i = 4 * r + c;
-                __m512 p = fp4 ? _mm512_setzero_ps() : acc[i];
-                p = _mm512_dpbf16_ps(p, (__m512bh)w[2 * c], a);
-                p = _mm512_dpbf16_ps(p, (__m512bh)w[2 * c + 1], b);
-                acc[i] = fp4 ? _mm512_add_ps(acc[i], p) : p;
+                const __m512 p = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)w[2 * c], a);
+                acc[4 * r + c] = _mm512_add_ps(acc[4 * r + c], _mm512_dpbf16_ps(p, (__m512bh)w[2 * c + 1], b));
             }
         }
     }
@@ -114,29 +126,67 @@ INLINE void FN(pairs_block)(const int fp4, const int R, const uint16_t *tile, co
     for (int r = 0; r < R; r++) FN(add_sums)(sums + r * STRIP, sum + 4 * r, 4, first);
 }
 
-#define PAIRS_ROWS(R) \
-    case R: FN(pairs_block)(fp4, R, tile, x, k, len, first, sums); break;
-
-/* pairs_block of up to four rows. */
-INLINE void FN(pairs_rows)(const int fp4, int rows, const uint16_t *tile, const uint16_t *const *x, int64_t k,
-                           int64_t len, int first, float *sums)
+/* As fp4_block, of FP8; sums [row][width]. */
+INLINE void FN(fp8_block)(const int R, const uint16_t *tile, const uint16_t *const *x, int64_t k, int64_t len, int first,
+                          float *sums, int64_t width)
 {
-    switch (rows) {
-        PAIRS_ROWS(1)
-        PAIRS_ROWS(2)
-        PAIRS_ROWS(3)
-        PAIRS_ROWS(4)
-    }
+    __m512 acc[4 * TILE_ROWS];
+    float sum[4 * TILE_ROWS];
+#pragma GCC unroll 24
+    for (int i = 0; i < 4 * R; i++) acc[i] = _mm512_setzero_ps();
+    for (const int64_t end = k + len; k < end; k += 64, tile += 4 * PAIRS_STEP)
+#pragma GCC unroll 2
+        for (int half = 0; half < 64; half += 32) {
+            __m512i w[4];
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) {
+                w[c] = _mm512_load_si512(tile + c * PAIRS_STEP + half);
+                v16i_hide(&w[c]);
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                const __m512bh v = (__m512bh)_mm512_loadu_si512(x[r] + k + half);
+#pragma GCC unroll 4
+                for (int c = 0; c < 4; c++) acc[4 * r + c] = _mm512_dpbf16_ps(acc[4 * r + c], (__m512bh)w[c], v);
+            }
+        }
+    FN(sums)(acc, 4 * R, sum);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) FN(add_sums)(sums + r * width, sum + 4 * r, 4, first);
 }
 
+#define FP4_ROWS(R) \
+    case R: FN(fp4_block)(R, TILE_AT(tile, len, c), x + r, k, len, first, sums + r * STRIP + c); break;
+#define FP8_ROWS(R) \
+    case R: FN(fp8_block)(R, TILE_AT(tile, len, c), x + r, k, len, first, sums + r * width + c, width); break;
+
 /* All rows with a tile of nn outputs: added to sums [row][STRIP], or begun, up to a multiple of four. */
-INLINE void FN(pairs_tile)(const int fp4, const uint16_t *tile, int nn, const uint16_t *const *x, int rows, int64_t k,
-                           int64_t len, int first, float *sums)
+static void FN(fp4_sums)(const uint16_t *tile, int nn, const uint16_t *const *x, int rows, int64_t k, int64_t len,
+                         int first, float *sums)
 {
     for (int r = 0; r < rows; r += 4)
-        for (int c = 0; c < nn; c += 4)
-            FN(pairs_rows)(fp4, rows - r < 4 ? rows - r : 4, TILE_AT(tile, len, c), x + r, k, len, first,
-                           sums + r * STRIP + c);
+        for (int c = 0; c < nn; c += 4) switch (rows - r < 4 ? rows - r : 4) {
+                FP4_ROWS(1)
+                FP4_ROWS(2)
+                FP4_ROWS(3)
+                FP4_ROWS(4)
+            }
+}
+
+/* The same of FP8, of rows > FEW_PAIRS; sums [row][width]. */
+static void FN(fp8_sums)(const uint16_t *tile, int nn, const uint16_t *const *x, int rows, int64_t k, int64_t len,
+                         int first, float *sums, int64_t width)
+{
+    const int blocks = (rows + TILE_ROWS - 1) / TILE_ROWS; /* of equal size, or one row less */
+    for (int b = 0; b < blocks; b++) {
+        const int r = rows * b / blocks, live = rows * (b + 1) / blocks - r;
+        for (int c = 0; c < nn; c += 4) switch (live) {
+                FP8_ROWS(3)
+                FP8_ROWS(4)
+                FP8_ROWS(5)
+                FP8_ROWS(6)
+            }
+    }
 }
 
 /* Up to eight rows wait for weights that come from memory: decoding by the way keeps them coming. */
@@ -156,24 +206,26 @@ static int FN(fp8_fits)(const struct matrix *w, int slices)
     return !far;
 }
 
-/* As strip, for x as pairs; outputs within 128 of one scale. Sums beyond nn, up to a multiple of four, are written too.
- * Whether it could: false where a scale of FP4 is too far from one. */
+/* As strip, for x as pairs, to sums [slice][row][width], `apart` floats from slice to slice; 0: slices, of one chunk each,
+ * are added up. Outputs within 128 of one scale. Sums beyond nn, up to a multiple of four, are written too. Whether it
+ * could: false where a scale of FP4 is too far from one. */
 static int FN(strip_tiles)(const struct matrix *w, const struct route *route, int64_t n0, int nn,
-                           const uint16_t *const *x, int rows, int slices, float *sums)
+                           const uint16_t *const *x, int rows, int slices, float *sums, int64_t width, int64_t apart)
 {
     uint16_t tile[STRIP * CHUNK_FP4] __attribute__((aligned(64)));
     const int fp4 = w->format == FORMAT_FP4;
-    const int64_t width = w->k / slices, most = fp4 ? CHUNK_FP4 : CHUNK;
+    const int64_t inputs = w->k / slices, most = fp4 ? CHUNK_FP4 : CHUNK;
     const struct ahead to = FN(ahead)(w, route, n0, STRIP);
-    for (int s = 0; s < slices; s++, sums += (int64_t)rows * STRIP)
-        for (int64_t k = 0; k < width; k += most) {
-            const int64_t len = width - k < most ? width - k : most, at = s * width + k;
+    for (int s = 0; s < slices; s++, sums += apart)
+        for (int64_t k = 0; k < inputs; k += most) {
+            const int64_t len = inputs - k < most ? inputs - k : most, at = s * inputs + k;
+            const int first = k == 0 && (s == 0 || apart);
             if (fp4) {
                 if (!FN(fp4_tile)(w, to, n0, nn, at, len, tile)) return 0;
-                FN(pairs_tile)(1, tile, nn, x, rows, at, (len + 63) / 64 * 64, k == 0, sums);
+                FN(fp4_sums)(tile, nn, x, rows, at, (len + 63) / 64 * 64, first, sums);
             } else {
                 FN(fp8_tile)(w, to, n0, nn, at, len, tile);
-                FN(pairs_tile)(0, tile, nn, x, rows, at, len, k == 0, sums);
+                FN(fp8_sums)(tile, nn, x, rows, at, len, first, sums, width);
             }
         }
     return 1;

@@ -7,8 +7,6 @@
  * x of every 64 inputs: the 32 even ones, then the 32 odd ones.
  */
 
-#define FEW_PAIRS 4 /* up to so many rows the inputs of whole rows of weights fit the nearest cache */
-
 /* e2m1 as bf16, twice: of a word's index five bits count, and the fifth may be anything */
 #define E2M1_BF16 \
     0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, \

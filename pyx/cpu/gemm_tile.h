@@ -58,8 +58,8 @@ static inline int FN(tile_fits)(const struct matrix *w, int rows, int slices)
     return rows > few && w->format != FORMAT_FP4 && w->k / slices % 16 == 0;
 }
 
-/* As strip, to sums [slice][row][width], `apart` floats from slice to slice. Sums beyond nn, up to a multiple of four,
- * are written too. */
+/* As strip, to sums [slice][row][width], `apart` floats from slice to slice; 0: slices, of one chunk each, are added up.
+ * Sums beyond nn, up to a multiple of four, are written too. */
 static void FN(strip_tile)(const struct matrix *w, const struct route *route, int64_t n0, int nn, const float *const *x,
                            int rows, int slices, float *sums, int64_t width, int64_t apart)
 {
@@ -82,6 +82,7 @@ static void FN(strip_tile)(const struct matrix *w, const struct route *route, in
                 FN(decode_chunk)(&chunk, nn, len, tile);
             }
             for (int c = nn; c % V16_COLUMNS; c++) memset(tile + c * TILE_STRIDE(len), 0, sizeof(float) * (size_t)len);
-            FN(tile_sums)(tile, TILE_STRIDE(len), nn, x, at, rows, len, k == 0, sums + s * apart, width);
+            FN(tile_sums)(tile, TILE_STRIDE(len), nn, x, at, rows, len, k == 0 && (s == 0 || apart),
+                          sums + s * apart, width);
         }
 }

@@ -10,6 +10,8 @@
 #include "team.h"
 
 #define STRIP 16     /* outputs of a linear that are computed together */
+#define BLOCK 64     /* rows of a linear that are computed together */
+#define FEW_PAIRS 4  /* up to so many rows the inputs of whole rows of weights fit the nearest cache */
 #define MOE_WIDTH 64 /* outputs of the experts that one job computes */
 
 enum format { FORMAT_FP8, FORMAT_FP4, FORMAT_BF16, FORMAT_F32 };
@@ -33,6 +35,7 @@ struct linear_args {
     int64_t rows;
     int groups;
     int slices; /* of k, added as a binary tree: 1, 2, 4 or 8 */
+    uint16_t *pairs; /* [threads, min(rows, BLOCK), w.k] to work in, at a cache line; NULL: FP8 goes without */
 };
 
 struct swiglu_args {
@@ -91,6 +94,7 @@ struct kernels {
     team_work moe;
     team_work moe_end;
     team_work multiply_bytes;
+    int takes_pairs; /* whether FP8 linears of more than FEW_PAIRS rows gain by linear_args.pairs */
     void (*quads)(const float *x, float *y, int64_t rows, int64_t k); /* the order of FP4 inputs; y: k to 64s */
     const struct kernels *plain; /* whose moe knows any size of activation, where this one's does not; else NULL */
 #define ROW_KERNEL(name, ...) team_work name;

@@ -10,6 +10,7 @@
 
 #include "quant.h"
 #include "gemm.h"
+#include "linear.h"
 #include "moe.h"
 #include "rows.h"
 #include "multiply.h"
@@ -24,6 +25,7 @@ const struct kernels JOIN(kernels, SET) = {
     .quads = FN(quads),
 #ifdef V16_BF16
     .plain = &kernels_avx512,
+    .takes_pairs = 1,
 #endif
 #define ROW_KERNEL(name, ...) .name = {__VA_ARGS__},
 #include "rows_kernels.h"

@@ -64,17 +64,6 @@ static void FN(pack)(struct moe_args *a, const float *x, void *to, int64_t at, i
 #endif
 }
 
-#ifdef V16_BF16
-/* The same for FP8; len a multiple of 32. */
-static void FN(pack_fp8)(const float *x, uint16_t *y, int len)
-{
-    for (int k = 0; k < len; k += 32) {
-        const v16i above = v16_bits(v16_load(x + k)), below = v16_bits(v16_load(x + k + 16));
-        _mm512_storeu_si512(y + k, v16i_or(v16i_and(above, v16i_set1((int)0xffff0000)), v16i_shr(below, 16)));
-    }
-}
-#endif
-
 /* As strip; x in the order that moe_order says, its rows `stride` elements each. */
 static void FN(moe_strip)(const struct matrix *w, const struct route *route, int64_t n0, int nn, enum FN(order) order,
                           const void *x, int64_t stride, const int32_t *row, int rows, int slices, float *sums)
@@ -84,7 +73,7 @@ static void FN(moe_strip)(const struct matrix *w, const struct route *route, int
     if (order != FN(IN_FLOATS)) {
         const uint16_t *pairs[BLOCK];
         for (int r = 0; r < rows; r++) pairs[r] = (const uint16_t *)x + (row ? row[r] : r) * stride;
-        if (FN(tile_pays)(w, rows) && FN(strip_tiles)(w, route, n0, nn, pairs, rows, slices, sums)) return;
+        if (FN(tile_pays)(w, rows) && FN(strip_tiles)(w, route, n0, nn, pairs, rows, slices, sums, STRIP, rows * STRIP)) return;
         FN(strip_pairs)(w, route, n0, nn, pairs, rows, slices, sums);
         return;
     }
@@ -107,7 +96,7 @@ static void FN(moe_inputs)(void *args, int tid, int n)
         if (a->packed) FN(pack)(a, a->plain + at, a->packed, job / blocks * TO_64(a->d) + k, len);
 #ifdef V16_BF16
         if (len == E4M3_BLOCK && a->rows > FEW_PAIRS)
-            FN(pack_fp8)(a->plain + at, a->pairs + job / blocks * TO_64(a->d) + k, len);
+            FN(fp8_pairs)(a->plain + at, a->pairs + job / blocks * TO_64(a->d) + k, len);
 #endif
     }
 }
@@ -142,7 +131,7 @@ static void FN(moe_inner)(struct moe_args *a, int64_t use, int64_t block, struct
             quant_block_e4m3(act, order == FN(IN_FLOATS) ? out + at : act, width);
             if (order == FN(FOR_FP4)) FN(pack)(a, act, out, at, width);
 #ifdef V16_BF16
-            if (order == FN(FOR_FP8)) FN(pack_fp8)(act, (uint16_t *)out + at, width);
+            if (order == FN(FOR_FP8)) FN(fp8_pairs)(act, (uint16_t *)out + at, width);
 #endif
         }
     }
