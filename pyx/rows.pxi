@@ -167,7 +167,7 @@ def hc_pre(Team team, h, hc, norm, float norm_eps, bint head):
         post, comb = lines((a.rows, a.streams)), lines((a.rows, a.streams, a.streams))
         a.post = <float *>take(post, c"f", <Py_ssize_t>a.rows * a.streams, True)
         a.comb = <float *>take(comb, c"f", <Py_ssize_t>a.rows * a.streams * a.streams, True)
-    team.run(team.kernels.hc_pre, &a, team.share((outputs + 2.0) / 3 * a.rows * a.streams * a.dim))
+    team.run(team.kernels.hc_pre, &a, team.share((outputs + 4.0) / 3 * a.rows * a.streams * a.dim))
     return u if head else (u, post, comb)
 
 
@@ -196,7 +196,7 @@ def mean_streams(Team team, h):
     a.h, a.rows, a.streams, a.dim = <float *>hs.data, hs.shape[0], hs.shape[1], hs.shape[2]
     out = lines((a.rows, a.dim))
     a.out = <float *>take(out, c"f", hs.shape[0] * hs.shape[2], True)
-    team.run(team.kernels.mean_streams, &a, team.share(2.0 * a.rows * a.streams * a.dim))
+    team.run(team.kernels.mean_streams, &a, team.share(4.0 * a.rows * a.streams * a.dim))
     return out
 
 
@@ -225,7 +225,7 @@ def rotate(Team team, x, angles, bint inverse, bint normed, float eps):
     a.inverse, a.normed, a.eps = inverse, normed, eps
     if 2 * a.rope.pairs > a.dim:
         raise InputError(f"rope: expected at most {a.dim} rotated dims, found {2 * a.rope.pairs}")
-    team.run(team.kernels.rotate, &a, team.share(5.0 * a.rows * a.heads * (a.dim if normed else 2 * a.rope.pairs)))
+    team.run(team.kernels.rotate, &a, team.share(10.0 * a.rows * a.heads * (a.dim if normed else 2 * a.rope.pairs)))
     return x
 
 
@@ -313,7 +313,7 @@ def compress_store(Team team, kv, gate, ape, positions, ring, where):
     a.gate = <float *>take(gate, c"f", ks.shape[0] * ks.shape[1])
     a.ring_gate = <float *>take(ring[1], c"f", ring_kv.shape[0] * ring_kv.shape[1], True)
     a.positions, a.where = <int32_t *>take(positions, c"i", a.rows), <int32_t *>take(where, c"i", a.rows)
-    team.run(team.kernels.compress_store, &a, team.share(8.0 * a.rows * a.width))
+    team.run(team.kernels.compress_store, &a, team.share(10.0 * a.rows * a.width))
 
 
 def compress_pool(Team team, ring, slots, entries, int ratio, int capacity):
@@ -495,5 +495,5 @@ def gate(Team team, x, Matrix w, bias, fixed, tokens, int k, float scale):
     a.ids = <int32_t *>take(ids, c"i", ls.shape[0] * k, True)
     a.weights = <float *>take(weights, c"f", ls.shape[0] * k, True)
     a.scratch = <float *>take(scratch, c"f", ls.shape[0] * (a.experts + k), True)
-    team.run(team.kernels.gate, &a, team.share(150.0 * a.rows * a.experts))
+    team.run(team.kernels.gate, &a, team.share(350.0 * a.rows * a.experts))
     return ids, weights

@@ -1,6 +1,8 @@
 /* The k best of many scores: those above the k-th best so far are held, and narrowed to k when their room is full. */
 #pragma once
 
+enum { FEW_KEYS = 128 };
+
 /* keys: integers in the order of the scores; entries ascend */
 struct choice {
     int32_t *key, *entry;
@@ -15,9 +17,52 @@ static inline v16i ordered(v16 x)
     return v16i_sub(v16i_or(bits, flip), v16i_and(bits, flip));
 }
 
+/* Of the 16 keys from i on, which are held. */
+static inline uint32_t held_keys(const struct choice *c, int i)
+{
+    return c->held - i < 16 ? (1u << (c->held - i)) - 1 : 0xffff;
+}
+static inline v16i sixteen_of(const int32_t *p) { return v16i_load((const uint8_t *)p); }
+
+static inline int keys_above(const struct choice *c, int32_t bound)
+{
+    int count = 0;
+    for (int i = 0; i < c->held; i += 16)
+        count += __builtin_popcount(v16i_above(sixteen_of(c->key + i), v16i_set1(bound)) & held_keys(c, i));
+    return count;
+}
+
+/* narrow where few keys are held: finds the k-th best bit by bit, looking at sixteen keys at once. */
+static int32_t narrow_few(struct choice *c, int k)
+{
+    int32_t bound = INT32_MIN, least = INT32_MAX; /* at least k keys, `reached`, are not below the bound */
+    int reached = c->held, at = 0;
+    for (uint32_t bit = 1u << 31; bit && reached != k; bit >>= 1) {
+        const int32_t next = (int32_t)((uint32_t)bound + bit);
+        const int count = keys_above(c, next - 1);
+        bound = count >= k ? next : bound;
+        reached = count >= k ? count : reached;
+    }
+    int equal = reached == k ? k : k - keys_above(c, bound); /* of those at the bound, so many stay */
+    for (int i = 0; i < c->held; i += 16) {
+        const v16i key = sixteen_of(c->key + i), entry = sixteen_of(c->entry + i), edge = v16i_set1(bound);
+        const uint32_t above = v16i_above(key, edge) & held_keys(c, i);
+        uint32_t same = held_keys(c, i) & ~above & ~v16i_above(edge, key);
+        while (__builtin_popcount(same) > equal) same ^= 1u << (31 - __builtin_clz(same));
+        equal -= __builtin_popcount(same);
+        v16i_pack(c->key + at, key, above | same); /* at <= i: what is overwritten has been read */
+        v16i_pack(c->entry + at, entry, above | same);
+        at += __builtin_popcount(above | same);
+    }
+    for (int j = 0; j < k; j++) least = c->key[j] < least ? c->key[j] : least;
+    c->held = k;
+    return least;
+}
+
 /* Keep the k best; of equal ones the first. Finds the k-th best byte by byte → it. */
 static int32_t narrow(struct choice *c, int k)
 {
+    if (c->held <= FEW_KEYS) return narrow_few(c, k);
     uint32_t prefix = 0, mask = 0;
     int32_t need = k, last = 0, least = INT32_MAX, at = 0;
     /* `need` of the keys that begin with `prefix` are wanted; done when that is all of them */

@@ -17,32 +17,33 @@ static void FN(compress_store)(void *args, int tid, int n)
     }
 }
 
-/* Floats before the kv and gate that position p of entry j's pool gives to channel 0. */
-static inline int64_t pooled_at(const struct compress_pool_args *a, int64_t row, int32_t p)
-{
-    int overlap = a->ratio == 4, own = p >= a->entries[row] * a->ratio;
-    int64_t place = (int64_t)a->slots[row] * a->capacity + p % a->capacity;
-    return place * a->dim * (overlap ? 2 : 1) + (overlap && own ? a->dim : 0);
-}
-
 static void FN(compress_pool)(void *args, int tid, int n)
 {
     const struct compress_pool_args *a = args;
-    int64_t from, to, groups = (a->dim + 15) / 16;
+    const int64_t groups = (a->dim + 15) / 16, width = a->ratio == 4 ? 2 * (int64_t)a->dim : a->dim;
+    int64_t from, to;
     team_share(a->rows * groups, tid, n, &from, &to);
     for (int64_t unit = from; unit < to; unit++) {
-        int64_t row = unit / groups;
-        int32_t blocks = a->ratio == 4 && a->entries[row] ? 2 : 1;
-        int32_t last = (a->entries[row] + 1) * a->ratio, first = last - blocks * a->ratio;
-        int start = (int)(unit % groups) * 16, left = a->dim - start;
+        const int64_t row = unit / groups;
+        const int start = (int)(unit % groups) * 16, left = a->dim - start;
+        const int32_t first = a->entries[row] * a->ratio, older = a->ratio == 4 && first ? 4 : 0;
+        const int64_t slot = (int64_t)a->slots[row] * a->capacity * width + start;
+        const int64_t end = slot + a->capacity * width, begin = slot + (first - older) % a->capacity * width;
         v16 top = v16_set1(-INFINITY), sum = v16_zero(), pooled = v16_zero();
-        for (int32_t p = first; p < last; p++)
-            top = v16_max(top, load_some(a->ring_gate + pooled_at(a, row, p) + start, left));
-        for (int32_t p = first; p < last; p++) {
-            int64_t at = pooled_at(a, row, p) + start;
-            v16 e = v16_exp(v16_sub(load_some(a->ring_gate + at, left), top));
-            sum = v16_add(sum, e);
-            pooled = v16_fma(e, load_some(a->ring_kv + at, left), pooled);
+        for (int pass = 0; pass < 2; pass++) {
+            int64_t at = begin;
+            for (int i = -older; i < a->ratio; i++) { /* an entry's own positions give their rows' last dims */
+                const int64_t from_here = at + (i < 0 ? 0 : width - a->dim);
+                const v16 gate = load_some(a->ring_gate + from_here, left);
+                if (pass) {
+                    const v16 e = v16_exp(v16_sub(gate, top));
+                    sum = v16_add(sum, e);
+                    pooled = v16_fma(e, load_some(a->ring_kv + from_here, left), pooled);
+                } else {
+                    top = v16_max(top, gate);
+                }
+                at = at + width < end ? at + width : slot;
+            }
         }
         store_some(a->out + row * a->dim + start, v16_div(pooled, sum), left);
     }
