@@ -110,7 +110,7 @@ def act_quant(Team team, x):
     a.x, a.rows, a.dim = <float *>xs.data, xs.shape[0], xs.shape[1]
     out = lines((a.rows, a.dim))
     a.out = <float *>take(out, c"f", xs.shape[0] * xs.shape[1], True)
-    team.run(team.kernels.act_quant, &a, team.share(8.0 * a.rows * a.dim))
+    team.run(team.kernels.act_quant, &a, team.share(10.0 * a.rows * a.dim))
     return out
 
 
@@ -248,7 +248,7 @@ def encode_keys(Team team, k, norm, angles, cache, where, float eps):
         look_rope(&a.rope, angles, ks.shape[0])
         if 2 * a.rope.pairs > a.cache.dim:
             raise InputError(f"rope: expected at most {a.cache.dim} rotated dims, found {2 * a.rope.pairs}")
-    team.run(team.kernels.encode_keys, &a, team.share(12.0 * a.rows * a.cache.dim))
+    team.run(team.kernels.encode_keys, &a, team.share(20.0 * a.rows * a.cache.dim))
 
 
 def decode_keys(Team team, cache, where):
@@ -313,7 +313,7 @@ def compress_store(Team team, kv, gate, ape, positions, ring, where):
     a.gate = <float *>take(gate, c"f", ks.shape[0] * ks.shape[1])
     a.ring_gate = <float *>take(ring[1], c"f", ring_kv.shape[0] * ring_kv.shape[1], True)
     a.positions, a.where = <int32_t *>take(positions, c"i", a.rows), <int32_t *>take(where, c"i", a.rows)
-    team.run(team.kernels.compress_store, &a, team.share(10.0 * a.rows * a.width))
+    team.run(team.kernels.compress_store, &a, team.share(18.0 * a.rows * a.width))
 
 
 def compress_pool(Team team, ring, slots, entries, int ratio, int capacity):
