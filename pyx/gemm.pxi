@@ -128,7 +128,7 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
         a.x = <const float *>memcpy(to_line(<char *>moved.view.buf), a.x, 4 * a.rows * groups * a.stride)
     threads = team.share(<double>a.rows * w.m.n * w.m.k)
     a.pairs = NULL
-    if team.kernels.takes_pairs and w.m.format == FORMAT_FP8 and a.rows > FEW_PAIRS and w.m.k % 128 == 0:
+    if team.kernels.takes_pairs and w.m.format == FORMAT_FP8 and a.rows > FEW_PAIRS and groups == 1 and w.m.k % 128 == 0:
         room = Buffer(lines((threads * min(a.rows, BLOCK), w.m.k // 2)))
         a.pairs = <uint16_t *>room.view.buf
     team.run(team.kernels.linear, &a, threads)

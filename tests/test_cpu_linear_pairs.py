@@ -20,8 +20,6 @@ CASES = [
 ]
 UNFIT = {
     "unrounded": np.float32(1 + 2.0**-8),
-    "subnormal": np.float32(2.0**-133),
-    "small": np.float32(2.0**-32),
     "huge": np.float32(2.0**127),
     "infinite": np.float32(np.inf),
     "nan": np.float32(np.nan),
@@ -81,13 +79,24 @@ def test_scales_near_one_and_far_from_it(scales):
     codes[::2, 1::2] = codes[::2, ::2] ^ 0x80
     codes[::4] = codes[::4] & 0x80 | 1
     scale[...] = np.resize(np.array(scales, np.uint8), scale.shape)
-    x = rounded(12, 384)
-    x[:4] = np.float32(2.0**-31) * (1 + 2.0**-7 * (np.arange(384) % 3 == 0))
-    x[4:8] *= np.float32(2) ** np.array([-8, 20, 80, 90], np.float32)[:, None]
+    x = rounded(13, 384)
+    x[:6] = 1 + 2.0**-7 * (np.arange(384) % 3 == 0)
+    x *= np.float32(2) ** np.array([-31] * 6 + [-8, 0, 20, 60, 80, 90, 0], np.float32)[:, None]
+    x[12] = x[0] / 4  # below what fits
     expected = one_by_one(w, x)
     for isa in ISAS:
-        for t in (5, 12):
+        for t in (6, 12, 13):
             same_bits(linear(isa, w)(x[:t]), expected[:t], f"{isa}, {t} rows")
+
+
+def test_a_row_of_subnormals():
+    """The multiply-add of pairs would take them for zeros."""
+    w, x = weights("fp8", 40, 256), rounded(9, 256)
+    x[3] = (2.0**-133 * np.arange(256)).astype(np.float32)
+    expected = one_by_one(w, x)
+    assert expected[3].any()
+    for isa in ISAS:
+        same_bits(linear(isa, w)(x), expected, isa)
 
 
 def test_every_code_under_every_scale_of_pairs():

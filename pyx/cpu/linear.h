@@ -8,11 +8,10 @@ struct FN(block) {
 };
 
 #ifdef V16_BF16
-/* Whether FP8 linears may take pairs: rows enough to decode for, and strips that keep within 128 outputs of one scale. */
+/* Whether FP8 inputs may become pairs: of rows enough; grouped ones are not rounded. */
 static int FN(pairs_fit)(const struct linear_args *a)
 {
-    return a->pairs && a->rows > FEW_PAIRS && (a->groups == 1 || a->w->n / a->groups % STRIP == 0) &&
-           FN(fp8_fits)(a->w, a->slices);
+    return a->pairs && a->rows > FEW_PAIRS && a->groups == 1 && FN(fp8_fits)(a->w, a->slices);
 }
 #endif
 
