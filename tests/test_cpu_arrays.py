@@ -7,6 +7,7 @@ from cpu_cases import inputs, weights
 
 from dsv4 import _cpu
 from dsv4.ops.cpu import CpuOps
+from dsv4.rows import Rows
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (48, 256), (2, 4, 100), (300, 1000)])
@@ -61,3 +62,32 @@ def test_a_result_stays_what_it_was():
     results = [ops.rmsnorm(ops.linear(x, w), np.ones(64, np.float32), 1e-6) for x in xs]
     for x, result in zip(xs, results):
         same_bits(result, ops.rmsnorm(ops.linear(x, w), np.ones(64, np.float32), 1e-6))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda array: array.setflags(write=False), lambda array: setattr(array, "shape", (9, 6)),
+        lambda array: setattr(array, "dtype", np.int32),
+    ],
+)  # fmt: skip
+def test_what_is_done_to_a_result_ends_with_it(change):
+    ops = CpuOps(1)
+    x, weight = inputs(6, 9), np.ones(9, np.float32)
+    expected = ops.rmsnorm(x, weight, 1e-6).copy()
+    change(ops.to_host(ops.rmsnorm(x, weight, 1e-6)))
+    found = ops.rmsnorm(x, weight, 1e-6)
+    same_bits(found, expected)
+    assert found.flags.writeable
+
+
+def test_read_only_logits_do_not_stay_so(engine):
+    """An engine's, which the next draft's may be made from."""
+    nano = engine("nano", threads=2, max_sessions=4, max_context=512)
+    block = nano.config.dspark.block_size
+    with nano.session() as session, nano.session() as other:
+        session.forward([1, 2, 3])
+        expected = session.draft(4).logits.copy()
+        nano.pool.reserve(other.slot, block)
+        nano.forward(Rows.of(other.slot, 0, range(block), "all")).logits.setflags(write=False)
+        same_bits(session.draft(4).logits, expected)
