@@ -236,3 +236,16 @@ def test_wrong_sums_are_named(cpu):
     assert not sums.any()
     with pytest.raises(InputError, match="moe_end: expected"):
         cpu.moe_end(sums[0])
+
+
+@pytest.mark.parametrize("fmt", ["fp4", "fp8"])
+def test_a_row_that_chooses_one_expert_again(fmt):
+    """Three rows, nine of them for the expert: as a checkpoint's fixed table may have it."""
+    x, ids, weight = inputs(3, 256), np.full((3, 3), 2, np.int32), np.ones((3, 3), np.float32)
+    arrays = layer(256, 256, 4, fmt)
+    scalar = CpuOps(1, "scalar")
+    expected = scalar.moe(x, ids, weight, bank_of(scalar, arrays), 10.0, 2)
+    for isa in ISAS:
+        for threads in (1, 2):
+            ops = CpuOps(threads, isa)
+            same_bits(ops.moe(x, ids, weight, bank_of(ops, arrays), 10.0, 2), expected, f"{isa}, {threads} threads")

@@ -114,7 +114,8 @@ static void FN(moe_inner)(struct moe_args *a, int64_t use, int64_t block, struct
         const int rows = (int)(a->first[use + 1] - e < BLOCK ? a->first[use + 1] - e : BLOCK);
         for (int which = 0; which < 2; which++) {
             const struct matrix *w = which ? w3 : w1;
-            const enum FN(order) order = FN(moe_order)(w, rows, 1);
+            /* a row that chooses one expert twice gives it more rows than there are, maybe without pairs */
+            const enum FN(order) order = FN(moe_order)(w, rows < a->rows ? rows : (int)a->rows, 1);
             struct route route = which ? after : (struct route){0, k, w3};
             route.end = k + width;
             for (int c = 0; c < width; c += STRIP) {
