@@ -85,6 +85,8 @@ def verify(session: Session, tokens: Sequence[int], mode: str = "batched", choos
 
     The session has then consumed tokens[0] and the accepted drafts, and nothing else. batched: one forward over all
     rows; sequential: row by row, to the first mismatch. The same tokens, logits and state, bit for bit.
+    Raises what `choose` raises for tokens[0]'s row; a later row that it raises for counts as not run, so that what came
+    before is settled, as in plain decoding.
     """
     return drive(session, verifying(session, tokens, mode, choose))
 
@@ -102,9 +104,8 @@ def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose
     try:
         for part in parts:
             output, at = (yield WantsRows(part)), len(settled)
-            settled += _chosen(output, drafted[at:], choose, start + 1 + at)
             rows.append(output.logits)
-            if settled[-1] != drafted[len(settled) - 1]:
+            if not _settle(settled, output, drafted, choose, start + 1 + at):
                 break
     except BaseException:
         session.rewind(start)
@@ -115,16 +116,20 @@ def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose
     return Verified(settled, logits, len(settled) - 1)
 
 
-def _chosen(output: Output, drafted: Sequence[int | None], choose: Choose, position: int) -> list[int]:
-    """What `choose` says row by row, the first for `position`, up to the first token that is not the drafted one."""
-    tokens = []
-    for row, (token, expected) in enumerate(zip(output.best, drafted)):
+def _settle(settled: list[int], output: Output, drafted: Sequence[int | None], choose: Choose, position: int) -> bool:
+    """Append what `choose` says row by row, the first for `position`; False once a token is not the drafted one."""
+    for row, token in enumerate(output.best):
         if token < 0 or choose is not greedy:  # greedy's choice was made where the backend computes, where there is one
-            token = choose(output.logits[row], position + row)
-        tokens.append(token)
-        if token != expected:
-            break
-    return tokens
+            try:
+                token = choose(output.logits[row], position + row)
+            except Exception:
+                if not settled:
+                    raise
+                return False  # this row is the next round's first, which raises it
+        settled.append(token)
+        if token != drafted[len(settled) - 1]:
+            return False
+    return True
 
 
 @dataclass

@@ -171,9 +171,7 @@ def test_a_verify_that_fails_is_undone(engine, prompts, mode):
         tokens, before = list(session.tokens), state_of(session)
 
         def refuse(logits, position):
-            if position > len(tokens) + 1:
-                raise ValueError("no")
-            return 9
+            raise ValueError("no")
 
         for call, error in [
             (lambda: session.verify([5, 9, 8], mode, refuse), ValueError),
@@ -203,10 +201,34 @@ def test_greedy_choices_are_those_of_the_forward(engine, prompts, monkeypatch):
         monkeypatch.setattr(Model, "logits", spoilt)
         assert session.forward([1, 2, 3, 4, 5, 6], "all").best == [5, 5, 5, -1, -1, 5]
         session.rewind(20)
-        with pytest.raises(Dsv4Error, match="the first nan at token 7"):
-            session.verify([1, 5, 5, 5, 5, 5])
-        assert session.position == 20
         assert session.verify([1, 5, 6, 5, 5, 5]).tokens == [5, 5]
+        session.rewind(20)
+        assert session.verify([1, 5, 5, 5, 5, 5]).tokens == [5, 5, 5] and session.position == 23
+        logits = session.forward([1, 2, 3, 4, 5, 6], "all").logits
+        with pytest.raises(Dsv4Error, match="the first nan at token 7"):
+            greedy(logits[3], 0)
+
+
+@pytest.mark.parametrize("mode", ["batched", "sequential"])
+def test_a_row_that_fails_comes_after_the_same_tokens_as_in_plain_decoding(engine, prompts, mode):
+    nano, prompt = engine("nano", **SETTINGS), prompts["code"][0]
+    tokens, _, _ = run(nano, prompt, Speculator(), 7)
+    for settled in range(1, 6):
+
+        def refuse(logits, position):
+            if position == len(prompt) + 1 + settled:
+                raise ValueError("no")
+            return greedy(logits, position)
+
+        with nano.session() as session, nano.session() as plain:
+            session.prefill(prompt), plain.prefill(prompt)
+            assert session.verify(tokens[:6], mode, refuse).tokens == tokens[1 : settled + 1]
+            for token in tokens[:settled]:
+                plain.decode(token)
+            with pytest.raises(ValueError, match="no"):
+                session.verify(tokens[settled:], mode, refuse)
+            assert session.tokens == plain.tokens
+            same_state(state_of(session), state_of(plain), f"{settled} settled")
 
 
 def test_steps_by_themselves(engine, prompts):
