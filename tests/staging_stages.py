@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from dsv4.experts.layout import Layout
+from dsv4.experts.layout import ExpertLayout
 from dsv4.ops.staging import HostStage
 
 D, INNER, SLICES = 128, 256, 2
@@ -18,7 +18,7 @@ class FileExperts:
     """A sources.Source over a file: every expert in one run, banks as asked."""
 
     def __init__(self, path, banks: dict[str, int], seed: int = 0):
-        self.path, self.banks, self.layout = path, banks, Layout(SHAPES)
+        self.path, self.banks, self.layout = path, banks, ExpertLayout(SHAPES)
         rng, size = np.random.default_rng(seed), self.layout.nbytes
         self.bytes = rng.integers(0, 255, (sum(banks.values()), size), np.uint8)
         for one in self.bytes:

@@ -16,7 +16,7 @@ from math import ceil
 import numpy as np
 
 from ..cli_support import console
-from ..config import ModelConfig
+from ..config import INDEXED_RATIO, ModelConfig, pooled_blocks
 from ..formats import FP4_BLOCK
 from ..ops import IndexCache, KeyCache, Ring
 from ..ops.cuda import CudaOps
@@ -195,7 +195,7 @@ def attention(card: Card, c: ModelConfig) -> list[dict]:
     ops, rng, s = card.ops, np.random.default_rng(0), card.sizes
     found = []
     for ratio in sorted({r for r in c.compress_ratios if r}):
-        entries = min(s.context // ratio, c.index_topk) if ratio == 4 else s.context // ratio
+        entries = min(s.context // ratio, c.index_topk) if ratio == INDEXED_RATIO else s.context // ratio
         seen = entries + c.sliding_window
         sets = max(2, ceil(s.cold / (seen * key_bytes(c) * s.sequences)))
         n = sets * s.sequences * seen
@@ -276,7 +276,7 @@ def _ignoring(run: Callable[[], object]) -> Callable[[int], object]:
 
 def _compressor(card: Card, c: ModelConfig, ratio: int) -> dict:
     """Pooling of the entries that a prefill completes."""
-    n, width = max(1, card.sizes.prefill // ratio), c.head_dim * (2 if ratio == 4 else 1)
+    n, width = max(1, card.sizes.prefill // ratio), c.head_dim * pooled_blocks(ratio)
     capacity = (n + 1) * ratio
     ring = Ring(card.rows(capacity, width), card.rows(capacity, width))
     slots, entries = card.ops.table(np.zeros(n, np.int32)), card.ops.table(np.arange(1, n + 1, dtype=np.int32))

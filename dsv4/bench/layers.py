@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..comm import Single
-from ..config import ModelConfig
+from ..config import INDEXED_RATIO, ModelConfig
 from ..model import Model
 from ..ops import KeyCache, Ops, open_ops
 from ..plan import index_key_bytes, key_bytes
@@ -102,9 +102,9 @@ class Bench(Slice):
             if t.row.where not in ("model", "model, last stage") and t.row.part != ROUTED and t.dtype != "I64"
         )
         entries = self.context // self.ratio if self.ratio else 0
-        chosen = min(entries, c.index_topk) if self.ratio == 4 else entries
+        chosen = min(entries, c.index_topk) if self.ratio == INDEXED_RATIO else entries
         keys = (min(self.context, c.sliding_window) + chosen) * key_bytes(c)
-        index = entries * index_key_bytes(c) if self.ratio == 4 else 0
+        index = entries * index_key_bytes(c) if self.ratio == INDEXED_RATIO else 0
         return dense + experts * expert_bytes(c) + keys + index
 
     def operations(self, rows: int) -> float:
@@ -116,9 +116,9 @@ class Bench(Slice):
                 linear += math.prod(t.shape)
         linear += c.num_experts_per_tok * 3 * c.hidden_size * c.moe_intermediate_size
         entries = (self.context - rows // 2) // self.ratio if self.ratio else 0
-        chosen = min(entries, c.index_topk) if self.ratio == 4 else entries
+        chosen = min(entries, c.index_topk) if self.ratio == INDEXED_RATIO else entries
         attention = 2 * c.num_attention_heads * c.head_dim * (c.sliding_window + chosen)
-        index = c.index_n_heads * c.index_head_dim * entries if self.ratio == 4 else 0
+        index = c.index_n_heads * c.index_head_dim * entries if self.ratio == INDEXED_RATIO else 0
         return 2.0 * rows * (linear + attention + index)
 
 

@@ -1,4 +1,4 @@
-"""Layout: one expert's codes and scales as one run of bytes."""
+"""ExpertLayout: one expert's codes and scales as one run of bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALIGN = 256  # bytes; every part begins on a multiple, for whatever loads are wi
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """Of w1, w2, w3 the codes uint8 [N, K/2] and then the scales uint8 [N, K/32]: the six shapes, a rank's part."""
 
     shapes: tuple[tuple[int, int], ...]

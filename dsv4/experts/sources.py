@@ -11,13 +11,13 @@ from ..config import ModelConfig
 from ..errors import BackendError, CheckpointError
 from ..split import Split
 from ..weights import banks, expert_tensors
-from .layout import Layout
+from .layout import ExpertLayout
 
 
 class Source(Protocol):
     """Experts of one rank. banks: how many each layer and draft stage has, by the prefix of its tensors' names."""
 
-    layout: Layout
+    layout: ExpertLayout
     banks: dict[str, int]
 
     def pieces(self, prefix: str, expert: int) -> np.ndarray:
@@ -36,7 +36,7 @@ class CheckpointExperts:
         self._checkpoint, self._split = checkpoint, split
         self.banks = banks(config, stages)
         parts = [part for _, part in expert_tensors(checkpoint, next(iter(self.banks)), 0, split)]
-        self.layout = Layout(tuple((rows.stop - rows.start, k.stop - k.start) for rows, k in parts))
+        self.layout = ExpertLayout(tuple((rows.stop - rows.start, k.stop - k.start) for rows, k in parts))
 
     def pieces(self, prefix: str, expert: int) -> np.ndarray:
         tensors = expert_tensors(self._checkpoint, prefix, expert, self._split)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import pooled_blocks
 from ..errors import InputError
 from . import IndexCache, KeyCache, Ring, Rope
 from .cuda_base import Array, ceil
@@ -159,7 +160,7 @@ class RowsMixin(PlacesMixin):
                  kv, gate, ape, positions, where, *ring, i32(t), i32(width), i32(ratio))  # fmt: skip
 
     def compress_pool(self, ring: Ring, slots: Array, entries: Array, ratio: int, capacity: int) -> Array:
-        n, dim = len(entries), ring.kv.shape[1] // (2 if ratio == 4 else 1)
+        n, dim = len(entries), ring.kv.shape[1] // pooled_blocks(ratio)
         out = self.empty((n, dim))
         self.run("compressor.cu", "compress_pool", blocks_for(n * dim, THREADS), (THREADS,),
                  *ring, slots, entries, out, i32(n), i32(dim), i32(ratio), i32(capacity))  # fmt: skip

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import formats
+from ..config import INDEXED_RATIO
 from ..errors import BackendError
 from . import IndexCache, KeyCache, Mix, Ops, Ring, Rope
 
@@ -232,7 +233,7 @@ class ReferenceOps(Ops):
         ring.gate[where] = gate + ape[positions % len(ape)]
 
     def compress_pool(self, ring: Ring, slots, entries, ratio: int, capacity: int) -> np.ndarray:
-        overlap = ratio == 4
+        overlap = ratio == INDEXED_RATIO
         before = ratio if overlap else 0
         positions = entries[:, None] * ratio + np.arange(-before, ratio)  # [n, rows]
         where = slots[:, None] * capacity + positions % capacity
