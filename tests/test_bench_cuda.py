@@ -99,8 +99,10 @@ def test_command(monkeypatch, capsys, tmp_path, records):
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "found.json").read_text()) == json.loads(json.dumps(records))
 
 
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+def test_without_a_gpu_it_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cupy", None)
+    assert cli.main(["bench", "cuda", "--output", str(tmp_path / "no" / "x")]) == 2
+    assert "expected a place to write the JSON to" in capsys.readouterr().err
     assert cli.main(["bench", "cuda"]) == 2
     assert "CuPy cannot be loaded" in capsys.readouterr().err
 

@@ -56,7 +56,7 @@ def test_the_command(monkeypatch):
     for wrong, said in (
         ([*few, "--clients", "3"], "--tokens has no meaning with --clients"),
         ([*run, "--seconds", "1"], "--seconds has no meaning without --clients"),
-        (["bench", "--model", "other", "serve"], "expected the options of `serve` behind it, found --model before it"),
+        (["bench", "--model", "other", "serve"], "expected the options of `serve` after it, found --model before it"),
         ([*run[:-1], "60"], "expected at least 258 positions"),
     ):
         found = CliRunner().invoke(cli, wrong)

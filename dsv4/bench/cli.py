@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ..cli_support import Bars, FiniteRange, console, engine_options, given, model_option, say
+from ..cli_support import Bars, FiniteRange, check_place, console, engine_options, given, model_option, say
 from ..config import World
 
 BUSY = "dsv4.bench.busy"  # the key of a command's context
@@ -27,7 +27,7 @@ def _lengths(ctx, param, value: str | None) -> list[int] | None:
     "--contexts",
     callback=_lengths,
     metavar="N,N,…",
-    help="Prompt and context lengths in tokens. Default: those of 128,512,2048,8000 that fit, or what does.",
+    help="Prompt and context lengths in tokens. Default: 128,512,2048,8000, as far as they fit.",
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Prefills per length.")
 @click.option("--steps", type=click.IntRange(min=1), default=64, show_default=True, help="Decoded tokens per length.")
@@ -46,10 +46,10 @@ def bench(ctx, model, contexts, repeats, steps, as_json, settings):
     """
     from .machine import busy
 
-    if ctx.invoked_subcommand is not None and given(ctx):
-        raise click.UsageError(f"expected the options of `{ctx.invoked_subcommand}` behind it, found {given(ctx)[0]} before it")
     ctx.meta[BUSY] = busy()  # before anything of ours runs
     if ctx.invoked_subcommand is not None:
+        if wrong := given(ctx):
+            raise click.UsageError(f"expected the options of `{ctx.invoked_subcommand}` after it, found {wrong[0]} before it")
         return
     from .engine import measure
 
@@ -68,28 +68,30 @@ def _remark_of_the_machine(ctx, result, **options) -> None:
         print(f"dsv4: {ctx.meta[BUSY]}", file=sys.stderr)
 
 
-@bench.command("speculate", short_help="What speculation costs here, and what it is worth.")
+@bench.command("speculate", short_help="What speculation costs and gains here.")
 @model_option
 @click.option("--tokens", type=click.IntRange(min=8), default=200, show_default=True, help="Tokens per text.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs per text and mode.")
-@click.option("--plot", "picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Also draw a picture.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Also draw the costs and the acceptance.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of tables.")
 @engine_options
 def speculate(model, tokens, repeats, picture, as_json, settings):
-    """What drafting and verifying cost here, and what speculation is worth on four kinds of text.
+    """Measure what drafting and verifying cost here, and what speculation gains on four kinds of text.
 
-    Plain, always the whole block, and gated, in turn on the same engine; then how honest the confidence was.
+    Plain, always the whole block, and gated, in turn on the same engine; then how well the confidence predicts acceptance.
 
     \b
     Example:
       python -m dsv4 bench speculate --model nano
     """
-    from .speculate import measure, plot, render
+    from .speculate import measure, open_pyplot, plot, render
 
+    check_place(picture, "the picture")
+    pyplot = open_pyplot() if picture else None
     with Bars() as bars:
         records = measure(model, settings, tokens, repeats, bars)
     if picture:
-        plot(records, picture)
+        plot(pyplot, records, picture)
     if as_json:
         say(json.dumps(records, indent=1))
     else:
@@ -103,21 +105,21 @@ def _counts(ctx, param, value: str | None) -> list[int] | None:
     return found
 
 
-@bench.command("serve", short_help="Several sequences side by side; or many clients at once.")
+@bench.command("serve", short_help="Several sequences side by side, or many clients.")
 @model_option
 @click.option("--sequences", callback=_counts, metavar="N,N,…", help="Sequences at once. Default: 1,2,4,8,16.")
 @click.option("--tokens", type=click.IntRange(min=8), default=200, show_default=True, help="Tokens per answer.")
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs; their median counts.")
-@click.option("--clients", type=click.IntRange(min=1), metavar="N", help="A load test instead, with so many clients.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each; the median counts.")
+@click.option("--clients", type=click.IntRange(min=1), metavar="N", help="Run a load test with this many clients instead.")
 @click.option("--seconds", type=FiniteRange(min=0.1), default=20, show_default=True, help="How long a load test takes.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of tables.")
 @engine_options
 @click.pass_context
 def serve(ctx, model, sequences, tokens, repeats, clients, seconds, as_json, settings):
-    """How much more several sequences side by side give than one, with speculation and without.
+    """Measure how many more tokens several sequences side by side give than one, with speculation and without.
 
-    With --clients: many clients at once, some of whom leave early, for --seconds. Every answer is compared with the one
-    its request gets alone; the exit status is 1 if one differs or fails, or if a slot does not come back.
+    With --clients: a load test of --seconds by many clients at once, some of which leave early. Every answer is compared
+    with the one that its request gets alone. The exit status is 1 if an answer differs or fails, or a slot is not freed.
 
     \b
     Examples:
@@ -142,9 +144,9 @@ def serve(ctx, model, sequences, tokens, repeats, clients, seconds, as_json, set
 def _kernel_options(command):
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of a table."),
-        click.option("--repeats", type=click.IntRange(min=1), metavar="N", help="Calls timed; their median counts."),
+        click.option("--repeats", type=click.IntRange(min=1), metavar="N", help="How many calls are timed; their median counts."),
         click.option(
-            "--threads", callback=_counts, metavar="N,N,…", help="Numbers of threads. Default: 1, and as many as there are."
+            "--threads", callback=_counts, metavar="N,N,…", help="Numbers of threads to measure with. Default: 1, and one per core."
         ),
         click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Routed experts of a layer."),
         click.option(
@@ -169,13 +171,14 @@ def _measure_kernels(measure, like: str, experts: int | None, repeats: int | Non
         _kernel_table(records, where)
 
 
-@bench.command("experts", short_help="Routed experts and the indexer, beside the memory's speed.")
+@bench.command("experts", short_help="Routed experts and the indexer, beside memory bandwidth.")
 @_kernel_options
 def experts_command(**options):
-    """Routed experts and the indexer, cold in memory, beside the speed at which memory can be read.
+    """Measure routed experts and the indexer, cold in memory, beside the speed at which memory can be read.
 
-    Weights are random and made in memory: no checkpoint is needed. One row chooses as many experts as a token does;
-    then 6 rows, of the same experts and of others each. Indexer: scores of so many compressed entries, the best chosen.
+    Weights are random and made in memory: no checkpoint is needed. First one row, with as many experts as a token
+    chooses; then 6 rows, with the same experts and with different ones. Indexer: scoring the compressed entries of a
+    context and choosing the best.
 
     \b
     Examples:
@@ -196,13 +199,14 @@ def experts_command(**options):
 @bench.command("staging", short_help="How fast experts are read from files.")
 @_kernel_options
 def staging_command(**options):
-    """How fast experts are read into a staging buffer, from a checkpoint's shards and from a packed copy.
+    """Measure how fast experts are read into a staging buffer, from a checkpoint's shards and from a packed copy.
 
-    The files are random, written to the temporary directory (about 1 GB) and in the system's memory. A rank of 4 reads a
-    quarter of each expert: in a checkpoint a few bytes of every row of w2, in a packed copy one run.
+    The files are random, written to the temporary directory (about 1 GB) and still in the system's page cache when they
+    are read. A rank of 4 reads a quarter of each expert: in a checkpoint a few bytes of every row of w2, in a packed copy
+    one run.
 
     \b
-    JSON records: as of `bench experts`; bytes of an expert's part, seconds to read it.
+    JSON records: as for `bench experts`; bytes of an expert's part, seconds to read it.
     """
     from .staging import staging
 
@@ -212,12 +216,12 @@ def staging_command(**options):
 @bench.command("layer", short_help="A whole layer of every kind.")
 @_kernel_options
 def layer_command(**options):
-    """A whole layer of every kind after 8,192 positions, and what that makes of the whole model.
+    """Measure a whole layer of every kind after 8,192 positions, and project the whole model from them.
 
-    One row, then 6 rows with 6 to 36 different experts among them beside the line base + slope · experts.
+    One row, then 6 rows with 6 to 36 different experts among them, beside the line base + slope · experts.
 
     \b
-    JSON records: as of `bench experts`; line_seconds and to_line (measured to it); the record "whole model" has
+    JSON records: as for `bench experts`; line_seconds and to_line (measured to it); the record "whole model" has
     tokens_per_s and limit_tokens_per_s, at which its bytes could be read.
     """
     from .layers import layers
@@ -228,26 +232,26 @@ def layer_command(**options):
 @bench.command("prefill", short_help="512 rows through a layer.")
 @_kernel_options
 def prefill_command(**options):
-    """512 rows through a layer with all its experts, beside NumPy's float32 matrix product. Takes 4 GB.
+    """Measure 512 rows through a layer with all its experts, beside NumPy's float32 matrix product. Takes 4 GB.
 
     \b
-    JSON records: as of `bench experts`, but ratio is of gflops and matmul_gflops; rows_per_s.
+    JSON records: as for `bench experts`, but ratio is gflops to matmul_gflops; rows_per_s.
     """
     from .layers import prefill
 
     _measure_kernels(prefill, **options)
 
 
-@bench.command("cuda", short_help="What a GPU's kernels reach.")
+@bench.command("cuda", short_help="The CUDA kernels, beside what the GPU can do.")
 @click.option("--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="Whose sizes to take.")
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Which GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of a table.")
-@click.option("--output", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE", help="Also write the JSON there.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write the JSON there.")
 def cuda_command(like, device, as_json, output):
-    """What a GPU's kernels reach, beside the card's copy bandwidth and matrix rate; needs a GPU with about 8 GB free.
+    """Measure the CUDA kernels beside the card's copy bandwidth and matrix rate; needs a GPU with about 8 GB free.
 
-    Linears, experts, attention, indexer, whole layers, forwards that verify drafts, and copies from pinned memory. Weights
-    are random and made in memory. launch/gpu_check.sh runs the tests on the device too.
+    Linears, experts, attention, indexer, what runs between them, whole layers, forwards that verify drafts, and copies from
+    pinned memory. Weights are random and made in memory. launch/gpu_check.sh also runs the tests on the device.
 
     \b
     JSON records: first the card; then name, rows, seconds, bytes and gbs or operations and tflops, ratio (to the card's copy
@@ -257,6 +261,7 @@ def cuda_command(like, device, as_json, output):
     from ..synth import read_config
     from .cuda import measure, render
 
+    check_place(output, "the JSON")
     config, ops = read_config(like), open_ops("cuda", device=device)
     with Bars() as bars:
         records = measure(ops, config, progress=bars)
@@ -287,7 +292,7 @@ def _kernel_table(records: list[dict], where: dict) -> None:
 
 
 def _remark(r: dict) -> str:
-    """What one kind of record alone says."""
+    """What only this kind of record says."""
     if "to_one_row" in r:
         return f"{r['to_one_row']:.2f} x one row"
     if "entries" in r:
@@ -317,11 +322,11 @@ def _tables(records: list[dict]) -> None:
     out = console()
     first = {record["name"]: record for record in reversed(records)}
     about, memory = first["load"], first["memory"]
-    out.print(f"{about['model']}: backend {about['backend']} ({about['isa']}), {about['threads']} threads")
+    out.print(f"{about['model']}: backend {about['backend']} ({about['isa']}), {about['threads']} thread(s)")
     out.print(f"{about['cpu']}, {about['cores']} cores; Python {about['python']}, NumPy {about['numpy']}")
     own = f", {memory['own_peak_bytes'] / 1e6:.0f} MB without the mapped weights" if memory["own_peak_bytes"] else ""
     out.print(f"load {about['seconds']:.2f} s, peak memory {memory['peak_bytes'] / 1e6:.0f} MB{own} "
-                  f"(state planned: {memory['planned_state_bytes'] / 1e6:.0f} MB)")  # fmt: skip
+              f"(state planned: {memory['planned_state_bytes'] / 1e6:.0f} MB)")  # fmt: skip
     out.print(_placement(first["experts"]))
     table = Table("context", "prefill tok/s", "prefill s", "decode tok/s", "ms per token", "p90 ms")
     for column in table.columns:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -149,8 +150,8 @@ def render(records: list[dict]) -> None:
     out.print(table)
 
 
-def plot(records: list[dict], path: Path) -> None:
-    """Verify cost over n, and expected against measured acceptance, as a picture. Needs the extra `plot`."""
+def open_pyplot() -> Any:
+    """matplotlib's pyplot, for drawing into files. Raises ConfigError where it is missing (the extra `plot`)."""
     try:
         import matplotlib
     except ImportError as error:
@@ -158,6 +159,11 @@ def plot(records: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot(pyplot: Any, records: list[dict], path: Path) -> None:
+    """Verify cost over n, and expected against measured acceptance, as a picture."""
     cost = [(0, next(r["ms"] for r in records if r["name"] == "plain"))]
     cost += [(r["n"], r["ms"]) for r in records if r["name"] == "verify"]
     fit = next(r for r in records if r["name"] == "fit")
@@ -171,5 +177,5 @@ def plot(records: list[dict], path: Path) -> None:
     seen = [r for r in records if r["name"] == "confidence" and r["n"]]
     right.plot([0, 1], [0, 1], linestyle=":", color="grey")
     right.scatter([r["expected"] for r in seen], [r["match_rate"] for r in seen], s=[10 + r["n"] ** 0.5 * 8 for r in seen])
-    right.set(xlabel="sigmoid(confidence)", ylabel="accepted", xlim=(0, 1.02), ylim=(0, 1.02), title="Is confidence honest?")
-    figure.savefig(path)
+    right.set(xlabel="sigmoid(confidence)", ylabel="accepted", xlim=(0, 1.02), ylim=(0, 1.02), title="Confidence and acceptance")
+    figure.savefig(path, format="png")  # whatever the name ends with
