@@ -1,13 +1,22 @@
 /* Which instruction set runs: the widest that the processor has, or the one that was asked for. */
 #include "kernels.h"
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+static int has_f16c(void) /* which clang's __builtin_cpu_supports does not know */
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
 
 static int has(const char *isa)
 {
     if (!strcmp(isa, "scalar")) return 1;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     if (!strcmp(isa, "avx2")) return avx2;
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

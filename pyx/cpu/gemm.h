@@ -20,6 +20,12 @@
 #define ROWS_EACH 8      /* kernels of rows do, so that a row stays with its thread; of fewer rows they share outputs */
 #define INLINE static inline __attribute__((always_inline))
 
+INLINE void FN(prefetch_codes)(const uint8_t *line, int near) /* clang wants the place in caches as a plain number */
+{
+    if (near) __builtin_prefetch(line, 0, 3);
+    else __builtin_prefetch(line, 0, 2);
+}
+
 /* n a multiple of 32: of each 32 the even ones, then the odd ones */
 static void FN(deinterleave)(const float *x, float *y, int64_t n)
 {

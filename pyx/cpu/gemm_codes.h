@@ -104,7 +104,7 @@ INLINE void FN(codes_dot)(const int R, const int C, const uint8_t *const *weight
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
 #pragma GCC unroll 4
-            for (int c = 0; c < C; c++) __builtin_prefetch(fetch[c] + (i / 64 + half) * pace, 0, C == 4 ? 3 : 2);
+            for (int c = 0; c < C; c++) FN(prefetch_codes)(fetch[c] + (i / 64 + half) * pace, C == 4);
             FN(codes_step)(R, C, &t, weight, x, k + i + 64 * half, acc);
         }
     }

@@ -72,7 +72,7 @@ INLINE void FN(pairs_some)(const int R, const int C, const struct FN(four) *f, c
     k += k0;
     for (; left >= 128; left -= 128, k += 128, at += 64, fetched += f->pace) { /* a cache line of codes */
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) __builtin_prefetch(f->fetch[c0 + c] + fetched, 0, C == 4 ? 3 : 2);
+        for (int c = 0; c < C; c++) FN(prefetch_codes)(f->fetch[c0 + c] + fetched, C == 4);
         FN(pairs_step)(R, C, weight, at, 0, scale, which, x, k, acc);
         which = _mm512_add_epi32(which, two);
         FN(pairs_step)(R, C, weight, at + 32, 0, scale, which, x, k + 64, acc);

@@ -128,7 +128,7 @@ static int index_fold(struct index_work *w, int h)
 static int index_queries(struct index_work *w, const float *q, const float *weight, float scale)
 {
     v16 rest = v16_zero();
-    w->near = INDEX_STEPS && w->dim <= INDEX_FOLD_DIM;
+    w->near = INDEX_STEPS > 0 && w->dim <= INDEX_FOLD_DIM;
     for (int i = 0; i < w->heads * w->groups; i++) {
         uint8_t *even = w->q + i / w->groups * w->dim + i % w->groups * (E2M1_BLOCK / 2);
         if (!index_group(q + i * E2M1_BLOCK, even, even + w->dim / 2, w->start + i, w->scale + i, &rest))
@@ -277,7 +277,7 @@ INLINE void index_products(const struct index_work *w, const struct index_keys *
 /* H is 1 or DOT_A. */
 INLINE void index_some_products(const struct index_work *w, const struct index_keys *keys, int h, int H, v16 *score)
 {
-    const int folded = INDEX_STEPS && keys->folded;
+    const int folded = INDEX_STEPS > 0 && keys->folded;
     if (folded && H > 1) index_products(w, keys, h, DOT_A, 1, score);
     else if (folded) index_products(w, keys, h, 1, 1, score);
     else if (H > 1) index_products(w, keys, h, DOT_A, 0, score);
@@ -317,7 +317,7 @@ static void index_tile(const struct index_work *w, const struct index_keys *keys
     v16 sum[2] = {v16_zero(), v16_zero()};
     for (int h = 0, some; h < w->heads; h += some) {
         const int block = h % INDEX_HEADS == 0 && w->heads - h >= INDEX_HEADS && w->is_folded[h / INDEX_HEADS];
-        if (INDEX_STEPS && keys->folded && block) {
+        if (INDEX_STEPS > 0 && keys->folded && block) {
             some = INDEX_HEADS;
             index_folded_products(w, keys, h, sum);
         } else {
