@@ -29,16 +29,16 @@ from .errors import Dsv4Error
 from .parity import MARGIN
 
 HELP = {"help_option_names": ["-h", "--help"]}
-ENGINE_COMMANDS = ("bench", "chat", "determinism", "generate", "logits", "serve")  # what several ranks do together
+ENGINE_COMMANDS = ("bench", "chat", "determinism", "generate", "logits", "serve")  # which several ranks run together
 
 
 @click.group(context_settings=HELP)
 @click.version_option(__version__, prog_name="dsv4")
 @click.pass_context
 def cli(ctx):
-    """Run DeepSeek-V4-Flash checkpoints, in the format they are published in.
+    """Run DeepSeek-V4-Flash checkpoints in their published format.
 
-    A model is a checkpoint directory, or "nano": a tiny model that travels with the package.
+    A model is a checkpoint directory, or "nano": a tiny model that comes with the package.
 
     \b
     First steps:
@@ -112,8 +112,8 @@ def generate(model, prompt, prompt_file, tokens, as_json, settings, spec, record
     The JSON record: text, tokens, finish_reason ("stop" or "length"), usage {prompt_tokens, completion_tokens},
     timings {load_s, prefill_s, decode_s, prefill_tps, decode_tps}, speculation {mode, rounds, drafted, accepted,
     accept_rate, skipped_rounds, margin_skipped_rounds}; with --expert-cache also experts {hits, misses, prefetched,
-    bytes_staged, stall_s}; with --logprobs also logprobs, a list of {token, logprob, top:
-    [{token, logprob}]}. tokens includes the end token or stop id that ended it, text does not.
+    bytes_staged, stall_s}; with --logprobs also logprobs, a list of {token, logprob, top: [{token, logprob}]}. tokens
+    includes the end token or stop id that ended it, text does not.
     """
     from .generate import complete
     from .sampling import SamplingParams
@@ -167,8 +167,8 @@ def _record(result, load_s: float, experts: dict | None) -> dict:
 def inspect(directory, as_json, deep):
     """Describe a checkpoint without running it.
 
-    Layers, experts, draft stages, bytes by kind, what fits where. Only the headers are read (without --deep), so it
-    takes seconds on any size.
+    Layers, experts, draft stages, bytes by kind, what fits where. Without --deep only the headers are read, which takes
+    seconds at any size.
 
     \b
     Examples:
@@ -187,7 +187,7 @@ def inspect(directory, as_json, deep):
 @cli.command()
 @prompt_options
 @click.option(
-    "--topk", type=click.IntRange(min=1), default=5, show_default=True, metavar="K", help="How many candidates."
+    "--topk", type=click.IntRange(min=1), default=5, show_default=True, metavar="K", help="Candidates per position."
 )
 @click.option(
     "--out",
@@ -198,9 +198,9 @@ def inspect(directory, as_json, deep):
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON record, which `parity` can compare.")
 @engine_options
 def logits(model, prompt, prompt_file, tokens, topk, out, as_json, settings):
-    """Print what the model expects after every token of a prompt.
+    """Print the logits after every token of a prompt.
 
-    As logits: scores before they become probabilities.
+    They are the model's scores of the token that comes next, before they become probabilities. Shown are the best.
 
     \b
     Examples:
@@ -240,7 +240,7 @@ def logits(model, prompt, prompt_file, tokens, topk, out, as_json, settings):
 def parity(ctx, a, b, margin, as_json):
     """Compare two recordings of `logits --json`.
 
-    Say, of two backends or two engines. Every position is argmax_agree (same best token), near_tie (another one, but A
+    Made by two backends, say, or two engines. Every position is argmax_agree (same best token), near_tie (another one, but A
     itself was nearly undecided) or diverged. The exit status is 0 if nothing diverged, else 1. A recording may also hold
     one flat list of candidates, {"prompt": …, "topk": [{"token", "logit"}, …]}: then the last position alone is compared.
 
@@ -256,7 +256,7 @@ def parity(ctx, a, b, margin, as_json):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command → its exit status: 2 for what the user can mend (one line on stderr), 130 after Ctrl-C."""
+    """Run a command → its exit status: 2 for what the user can correct (one line on stderr), 130 after Ctrl-C."""
     if sys.stdout is None or sys.stdout.closed:
         print("dsv4: error: standard output: expected it open, found it closed", file=sys.stderr)
         return 2

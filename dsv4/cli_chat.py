@@ -12,8 +12,8 @@ from .cli_support import Bars, draw_options, engine_options, load_engine, model_
 
 @click.command()
 @model_option
-@click.option("--system", default="", metavar="TEXT", help="The system text.")
-@click.option("--load", type=click.Path(path_type=Path), metavar="FILE", help="Go on from a saved conversation.")
+@click.option("--system", default="", metavar="TEXT", help="The system message.")
+@click.option("--load", type=click.Path(path_type=Path), metavar="FILE", help="Continue a saved conversation.")
 @click.option("--think", is_flag=True, help="Reason before answering.")
 @click.option(
     "--effort", type=click.Choice(list(EFFORTS)), default="low", show_default=True, help="How hard to reason, with --think."
@@ -25,9 +25,9 @@ from .cli_support import Bars, draw_options, engine_options, load_engine, model_
 def chat(model, system, load, think, effort, max_tokens, spec, settings, **sampling):
     """Talk with a model in the terminal.
 
-    Reasoning is shown dimmed, and after every answer how fast it was. /help lists the commands; Ctrl-C stops an answer.
-    Where standard input is no terminal each of its lines is a message or a command: answers go to standard output,
-    all else to standard error, and the first error ends the run.
+    Reasoning is dimmed, and each answer is followed by its speed. /help lists the commands; Ctrl-C stops an answer.
+    Where standard input is no terminal, each of its lines is a message or a command: answers go to standard output,
+    everything else to standard error, and the first error ends the run.
 
     \b
     Examples:
@@ -41,7 +41,7 @@ def chat(model, system, load, think, effort, max_tokens, spec, settings, **sampl
 
     terminal = is_terminal()
     read = open_reader(terminal)
-    SamplingParams(max_tokens=1 if max_tokens is None else max_tokens, **sampling)  # refuses wrong ones before the load
+    SamplingParams(max_tokens=1 if max_tokens is None else max_tokens, **sampling)  # wrong values are refused before the load
     with Bars() as bars:
         engine, _ = load_engine(model, {**settings, "max_sessions": 1}, bars)
     params = SamplingParams(max_tokens=max(engine.max_context // 4, 1) if max_tokens is None else max_tokens, **sampling)

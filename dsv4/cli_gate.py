@@ -1,4 +1,4 @@
-"""python -m dsv4 gate: what a rule of the gate makes of recorded rounds. No model is needed."""
+"""python -m dsv4 gate: replay recorded rounds under a rule of the gate. No model is needed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .gate.replay import ACCOUNTINGS, Report, replay, vary
 
 accounting_option = click.option(
     "--accounting", type=click.Choice(ACCOUNTINGS), default="honest", show_default=True,
-    help="What a round costs that drafts and verifies nothing. honest: draft and plain step; published: plain step.",
+    help="What a round is charged that drafts but verifies nothing. honest: draft and plain step; published: plain step.",
 )  # fmt: skip
 costs_option = click.option(
     "--costs", nargs=4, type=float, metavar="DRAFT BASE SLOPE PLAIN", default=(196, 300, 109, 303), show_default=True,
     callback=lambda context, option, given: _costs(*given),
-    help="Milliseconds charged: of a draft, of verifying n tokens (BASE + n SLOPE), of a plain step. The default is "
-    "what the published rule was measured at.",
+    help="Milliseconds charged for a draft, for verifying n tokens (BASE + n SLOPE) and for a plain step. Default: those at "
+    "which the published rule was measured.",
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON record instead of a table.")
 
@@ -36,19 +36,19 @@ def gate():
     """Try rules of the speculation gate on recorded rounds.
 
     FILE is what `generate --record-rounds FILE` writes; record with --spec always, so that every rule has something to
-    choose from. Settings come from the environment: DEEPSEEK_DSPARK_GATE_DECAY and so on. Costs there are what the rule
-    starts from (calibrated) or believes (bucket); what a replay charges is --costs.
+    choose from. Settings come from the environment: DEEPSEEK_DSPARK_GATE_DECAY and so on. The costs among them are what
+    the rule starts from (calibrated) or believes (bucket); what a replay charges is --costs.
     """
 
 
-@gate.command("replay")
+@gate.command("replay", short_help="The speed of a rule on recorded rounds.")
 @click.argument("file")
 @click.option("--rule", default=DEFAULT, show_default=True, metavar="RULE", help=f"One of {RULES}.")
 @accounting_option
 @costs_option
 @json_option
 def replay_command(file, rule, accounting, costs, as_json):
-    """Speed under a rule that starts anew with every prompt of FILE.
+    """Compute the speed of a rule that starts anew with every prompt of FILE.
 
     \b
     Examples:
@@ -94,10 +94,10 @@ def _rate(name: str, rate: float, report: Report) -> str:
 @costs_option
 @json_option
 def vary_command(file, accounting, costs, as_json):
-    """Speed of the default rule with each of its settings halved and doubled, one at a time.
+    """Compute the speed of the default rule with each of its settings halved and doubled, one at a time.
 
-    decay is varied by the memory it gives, margin by its excess over 1. A cost is varied in what the rule starts from;
-    what is charged stays.
+    decay is varied by its memory, 1 / (1 - decay) rounds, margin by its excess over 1. Of a cost only what the rule starts
+    from is varied; what is charged stays.
     """
     recording = read_rounds(file)
     rows = vary(recording, GateSettings.from_env(), accounting, costs)
@@ -119,7 +119,7 @@ def vary_command(file, accounting, costs, as_json):
 @click.argument("file")
 @json_option
 def fit_command(file, as_json):
-    """The calibration that the rounds of FILE suggest: P(accepted) = sigmoid(a * confidence + b).
+    """Fit the calibration to the rounds of FILE: P(accepted) = sigmoid(a * confidence + b).
 
     For all prompts and, where there are several, for all but each one.
     """

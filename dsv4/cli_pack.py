@@ -12,14 +12,14 @@ from .cli_support import Bars, say
 @click.command()
 @click.argument("source", metavar="SRC|nano")
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
-@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="For how many ranks.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads that read. Default: OMP_NUM_THREADS, else all cores.")
-@click.option("--check", is_flag=True, help="Write nothing: compare all of DST with its checksums, and with SRC.")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks that will read it.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads that read. Default: OMP_NUM_THREADS, else all cores this process may use.")
+@click.option("--check", is_flag=True, help="Write nothing; compare all of DST with its checksums and with SRC.")
 def pack(source, target, ranks, threads, check):
     """Copy a checkpoint's routed experts into one file.
 
-    From checkpoint SRC to file DST, each one's bytes in one run. An expert is then read in one piece, and a rank's part
-    of it too; in a checkpoint a rank's part of w2 is a few bytes of every row. SRC is still needed for everything else.
+    From checkpoint SRC to file DST, each expert's bytes in one run, so that an expert, or a rank's part of it, is read in
+    one piece; in a checkpoint a rank's part of w2 is a few bytes of every row. SRC is still needed for everything else.
     Scales are checked on the way. DST appears whole or not at all.
 
     \b

@@ -38,37 +38,36 @@ def _numbers(*options: tuple[str, float, str]):
 @click.option("--lanes", type=int, default=16, show_default=True, help="PCIe lanes to each GPU.")
 @_numbers(
     ("--ram", 256.0, "Host memory, GiB."),
-    ("--bandwidth", 100.0, "What all cores together read of host memory, GB/s."),
-    ("--gpu-bandwidth", 600.0, "What a GPU reads of its memory, GB/s."),
-    ("--disk", 3.0, "What is read from the disk, GB/s."),
+    ("--bandwidth", 100.0, "Host memory bandwidth of all cores together, GB/s."),
+    ("--gpu-bandwidth", 600.0, "Memory bandwidth of one GPU, GB/s."),
+    ("--disk", 3.0, "Read bandwidth of the disk, GB/s."),
 )
 @click.option(
     "--context", type=click.IntRange(min=1), metavar="N",
     help=f"Positions of a session. Default: as many as the model can, up to {CONTEXT}.",
 )  # fmt: skip
-@click.option("--sessions", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Sessions that are open at once.")
+@click.option("--sessions", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Sessions open at once.")
 @click.option(
     "--acceptance", type=float, default=0.75, show_default=True,
-    help="Chance that a drafted token is accepted once those before it were.",
+    help="Chance that a drafted token is accepted if those before it were.",
 )  # fmt: skip
 @click.option(
     "--model", default="real", show_default=True, metavar="real|nano|DIR|CONFIG.json",
-    help="Whose sizes to take. real: the published model with all its 256 experts.",
+    help="The model whose sizes are used. real: the published model with all its 256 experts.",
 )  # fmt: skip
 @click.option("--experts", type=click.IntRange(1, 4096), metavar="N", help="Routed experts of a layer, if not the model's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers):
-    """Predict what a machine makes of a model.
+    """Predict how fast a machine would run a model.
 
-    Memory by part, tokens per second, what bounds them: from sizes and bandwidths alone, before anything is bought or
-    loaded. A prediction, never a measurement; docs/hardware.md says what it assumes.
+    Memory by part, tokens per second and what bounds them, from sizes and bandwidths alone, before anything is bought or
+    loaded. A prediction, never a measurement; docs/hardware.md lists what it assumes.
 
     \b
     Examples:
       python -m dsv4 plan --gpus 4x22 --ram 256 --pcie 3 --bandwidth 100
       python -m dsv4 plan --ram 192 --bandwidth 60 --context 100000 --json
     """
-    from .errors import ConfigError
     from .planner import Machine, Sizes, parse_gpus, predict, render
     from .synth import Recipe, read_config
 
@@ -78,10 +77,7 @@ def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers
     count, memory = parse_gpus(gpus)
     machine = Machine(count, memory, **numbers)
     recipe = Recipe.of(read_config(model), experts=experts)
-    limit = recipe.config.max_position_embeddings
-    context = min(limit, CONTEXT) if context is None else context
-    if context > limit:
-        raise ConfigError(f"plan: context: expected at most the model's {limit} positions, found {context}")
+    context = RunConfig(max_context=context).context(recipe.config)
     sizes = Sizes.of(recipe.config, recipe.stages, max(1, count))
     found = predict(machine, sizes, context=context, sessions=sessions, acceptance=acceptance)
     say(json.dumps(found) if as_json else render(found))

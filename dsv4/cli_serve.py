@@ -21,28 +21,28 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client")
 @model_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all of this host's.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0: a free one.")
-@click.option("--api-key", metavar="KEY", help="What clients must show. Better as DSV4_API_KEY: options can be seen by all.")
+@click.option("--api-key", metavar="KEY", help="Key that clients must send. Better set DSV4_API_KEY: other users can see a process's options.")
 @click.option("--name", metavar="NAME", help="The model's name for clients. Default: the directory's.")
 @click.option("--max-sessions", type=int, metavar="N",
-              help=f"Answers that are made side by side, {RunConfig.max_sessions} by default.")  # fmt: skip
-@click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True, help="Requests that may wait.")
+              help=f"Answers generated side by side, {RunConfig.max_sessions} by default.")  # fmt: skip
+@click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True, help="Requests that may wait, beside those that run.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="The most tokens of one answer. Default: the context.")
 @click.option("--max-body", type=click.IntRange(min=1), default=Limits.max_body >> 10, show_default=True,
-              help="KiB of one request.")  # fmt: skip
+              help="Largest request, in KiB.")  # fmt: skip
 @click.option("--timeout", type=FiniteRange(min=1), default=Limits.request_s, show_default=True,
-              help="Seconds for one answer.")  # fmt: skip
+              help="Seconds that one answer may take.")  # fmt: skip
 @click.option("--drain", type=FiniteRange(min=0), default=Limits.drain_s, show_default=True,
-              help="Seconds that running answers have to end in when the server is told to.")  # fmt: skip
+              help="Seconds that running answers have left when the server is stopped.")  # fmt: skip
 @click.option("--prefix-cache", type=click.IntRange(min=0), default=256, show_default=True,
-              help="MiB of state to keep, so that a prompt that begins like an earlier one starts there.")  # fmt: skip
-@click.option("--prefix-dir", type=click.Path(file_okay=False), metavar="DIR", help="Keep that state on disk, too.")
+              help="MiB of state to keep, so that a prompt that begins like an earlier one need not start anew.")  # fmt: skip
+@click.option("--prefix-dir", type=click.Path(file_okay=False), metavar="DIR", help="Also keep that state on disk, for the next start.")
 @spec_option
 @engine_options
 def serve(model, host, port, api_key, name, settings, max_sessions, **limits):
     """Serve a model over HTTP, as OpenAI's clients expect it.
 
-    With a page to chat on. It listens on this machine only, unless told otherwise. Ctrl-C ends it once the running
-    answers are complete, and at once when pressed again. Started by mpirun, rank 0 serves and the others compute with it.
+    And a chat page for browsers. Unless --host says otherwise, only this machine can reach it. Ctrl-C ends it once the
+    running answers are complete, a second Ctrl-C at once. Started by mpirun, rank 0 serves and the others compute with it.
 
     \b
     Examples:
@@ -58,12 +58,12 @@ def serve(model, host, port, api_key, name, settings, max_sessions, **limits):
     if missing:
         raise BackendError(f"serve: expected {', '.join(NEEDS)}; found no {', '.join(missing)}; {install('serve')}")
     if World.from_env().rank:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # launchers send them to all: rank 0 ends all
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # launchers send them to all ranks, and rank 0 ends the job
             signal.signal(number, signal.SIG_IGN)
         load_engine(model, {**settings, "max_sessions": max_sessions}, None)
     from .server.serving import listen
 
-    with listen(host, port) as listener:  # before the load, which may take minutes: the port may be taken
+    with listen(host, port) as listener:  # before the load, which may take minutes, as the port may be taken
         with Bars() as bars:
             engine, _ = load_engine(model, {**settings, "max_sessions": max_sessions}, bars)
         with engine:
@@ -92,7 +92,7 @@ def _serve(engine, name: str, host: str, listener: socket.socket, key: str | Non
 
     local = host in LOOPBACK
     if not local and key is None:
-        print(f"dsv4: {host} may be reached from other machines, and no API key is asked for", file=sys.stderr)
+        print(f"dsv4: {host} can be reached from other machines without an API key: set DSV4_API_KEY", file=sys.stderr)
     bounds = Limits(
         max_tokens=limits["max_tokens"] or engine.max_context, max_body=limits["max_body"] << 10,
         request_s=limits["timeout"], drain_s=limits["drain"],

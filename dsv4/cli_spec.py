@@ -13,13 +13,13 @@ from .gate import GateSettings
 from .gate.records import RecordedRound, Recording, write_rounds
 
 GATE_OPTIONS = {
-    "margin_threshold": (float, "X", "Draft nothing after a token whose logit led the second by less than this; 0: off."),
-    "margin": (float, "X", "Verify fewer tokens than were drafted where that promises so many times the speed of all."),
-    "min_draft": (int, "N", "Never verify fewer drafted tokens."),
-    "decay": (float, "X", "How much what was learned weighs one round later."),
-    "draft_ms": (float, "MS", "Time of drafting a block. The four times are where the gate starts from, before it has "
-                              "measured its own; only their ratios matter."),
-    "verify_base_ms": (float, "MS", "Time of verifying, without what each drafted token adds."),
+    "margin_threshold": (float, "X", "Draft nothing after a token whose logit was less than this above the second best; 0: off."),
+    "margin": (float, "X", "Verify only a part of the block where that promises at least X times the speed of the whole."),
+    "min_draft": (int, "N", "Verify at least N drafted tokens in every round."),
+    "decay": (float, "X", "Weight that what was learned keeps from one round to the next."),
+    "draft_ms": (float, "MS", "Time of drafting a block. The gate starts from these four times and then measures its own; "
+                              "only their ratios matter."),
+    "verify_base_ms": (float, "MS", "Time of verifying, apart from what each drafted token adds."),
     "verify_slope_ms": (float, "MS", "What each drafted token adds to the time of verifying."),
     "plain_ms": (float, "MS", "Time of decoding one token without a draft."),
 }  # fmt: skip
@@ -45,7 +45,7 @@ def spec_options(command):
 
 
 class Recorder:
-    """Sees every round of a run and writes them as a recording."""
+    """Collects every round of a run and writes them as a recording."""
 
     def __init__(self, name: str, path: Path, engine, source: str):
         self.name, self.path, self.source, self.rounds = name, path, source, []
@@ -65,7 +65,7 @@ class Recorder:
         )
 
     def write(self) -> None:
-        """The recording; nothing where there was no round, as of an answer of one token."""
+        """Write the recording. Nothing where there was no round, as in an answer of one token."""
         if self.rounds:
             write_rounds(self.path, Recording(self.block, {self.name: self.rounds}, source=self.source))
 

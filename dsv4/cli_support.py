@@ -39,7 +39,7 @@ ENGINE_OPTIONS = (
         help="cpu: compiled kernels (default); cuda: an NVIDIA GPU; reference: plain NumPy, very slow.",
     ),
     click.option(
-        "--threads", type=int, metavar="N", help="Threads to compute with. Default: OMP_NUM_THREADS, else all cores there are."
+        "--threads", type=int, metavar="N", help="Threads to compute with. Default: OMP_NUM_THREADS, else all cores this process may use."
     ),
     click.option(
         "--max-context", type=int, metavar="N",
@@ -47,17 +47,17 @@ ENGINE_OPTIONS = (
     ),
     click.option(
         "--chunk", type=int, metavar="N",
-        help=f"Tokens of a prompt that run at once, {RunConfig.chunk} by default. Changes speed and memory, not results.",
+        help=f"Tokens of a prompt to run at once, {RunConfig.chunk} by default. Changes speed and memory, not results.",
     ),
     click.option(
         "--expert-cache",
         callback=lambda ctx, param, text: None if text is None else parse_size("--expert-cache", text),
         metavar="SIZE",
-        help="Hold no more than this of the experts where the model computes (2GiB, 500MB) and read the others when they "
+        help="Keep at most this much of the experts where the model computes (2GiB, 500MB) and read the others when they "
         "are needed. Default: no limit.",
     ),
-    click.option("--packed", metavar="FILE", help="Take experts from this file, which `pack` made of the checkpoint."),
-    click.option("--debug", is_flag=True, default=None, help="Name the first layer that gives NaN or infinity (slower)."),
+    click.option("--packed", metavar="FILE", help="Read experts from this file, which `pack` made from the checkpoint."),
+    click.option("--debug", is_flag=True, default=None, help="Name the first layer whose output holds NaN or infinity (slower)."),
 )  # fmt: skip
 
 
@@ -122,8 +122,8 @@ def read_prompt(prompt: str | None, prompt_file: str | None, tokens: str | None)
     """The one prompt that was given: text or token ids. Only rank 0 reads it."""
     if World.from_env().rank:
         return []
-    if sum(given is not None for given in (prompt, prompt_file, tokens)) != 1:
-        raise click.UsageError("give one of --prompt, --prompt-file, --tokens")
+    if sum(one is not None for one in (prompt, prompt_file, tokens)) != 1:
+        raise click.UsageError("expected exactly one of --prompt, --prompt-file, --tokens")
     if prompt is not None:
         return prompt
     if prompt_file is not None:
@@ -175,10 +175,12 @@ def load_engine(model: str, settings: dict, progress):
 
 
 def as_rank(run: Callable[[], int], meets: bool) -> int:
-    """run() → its exit status. Of several ranks started together only rank 0 speaks. meets: they make an engine together.
+    """run() → its exit status. Of several ranks started together only rank 0 prints. meets: the command makes an engine,
+    for which the ranks meet.
 
-    A mistake that a rank finds before they met ends the job from there on, with its words, but for those that rank 0
-    found too. Ending at once would not do: a launcher may hang when it ends a process that is just starting MPI.
+    A rank that fails before that waits until the ranks have met and then ends the job, with its own words unless rank 0
+    failed too and has said so. It cannot end the job at once: a launcher may hang when it ends a process that is just
+    starting MPI.
     """
     world, words = World.from_env(), io.StringIO()
     with _overheard(world, words):
@@ -189,7 +191,7 @@ def as_rank(run: Callable[[], int], meets: bool) -> int:
 
 
 def _meet_and_end(world: World, words: str, status: int) -> None:
-    """End the job with a follower's words, unless the ranks have met already, or cannot."""
+    """Meet the other ranks, then end the job, with a follower's words. Nothing where they have met already, or cannot."""
     from .comm import Mpi, open_communicator
     from .crew import GRACE
 
@@ -200,7 +202,8 @@ def _meet_and_end(world: World, words: str, status: int) -> None:
 
 @contextmanager
 def _overheard(world: World, words: io.StringIO):
-    """Ranks other than 0 speak into `words`; in the end the first one on another host does say why it cannot start."""
+    """Ranks other than 0 print nothing, and their standard error goes to `words`. In the end the first rank of another host
+    prints its words all the same: they may say why it cannot start."""
     if world.rank == 0:
         yield
         return
@@ -209,26 +212,26 @@ def _overheard(world: World, words: io.StringIO):
             yield
         finally:
             if words.getvalue():
-                time.sleep(2)  # a process that ends in error ends the others: rank 0 shall have spoken by then
+                time.sleep(2)  # a process that ends in error ends the others: rank 0 should have said why by then
                 if world.local_rank == 0:
                     print(words.getvalue(), end="", file=sys.__stderr__, flush=True)
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print to standard output, now."""
+    """Print to standard output, unbuffered."""
     print(text, end=end, flush=True)
 
 
 def console():
-    """A rich console for tables. Without colours: mpirun gives a rank's output a terminal of its own, so that nothing here
-    tells whether a person or a file is behind it. 120 columns wide where no terminal says how many it has."""
+    """A rich console for tables. Without colours: mpirun gives a rank's output a terminal of its own, so nothing tells
+    whether it ends up on a screen or in a file. 120 columns wide where no terminal says how wide it is."""
     from rich.console import Console
 
     return Console(color_system=None, markup=False, emoji=False, width=get_terminal_size((120, 25)).columns)
 
 
 def printable(text: str) -> str:
-    """A terminal obeys control characters, and a model may say any: they are shown instead."""
+    """`text` with its control characters shown as escapes: a terminal would obey them, and a model may generate any."""
     return "".join(c if c in "\n\t" or not _controls(c) else f"\\x{ord(c):02x}" for c in text)
 
 
@@ -237,7 +240,7 @@ def _controls(letter: str) -> bool:
 
 
 class Bars:
-    """progress(stage, done, total) as bars on stderr; nothing where stderr is no terminal. Gone when stopped."""
+    """progress(stage, done, total) as bars on stderr, none where stderr is no terminal. They vanish when stopped."""
 
     def __init__(self):
         self._bars = None

@@ -23,7 +23,7 @@ def _ratios(ctx, param, value: str | None) -> tuple[int, ...] | None:
     default="real",
     show_default=True,
     metavar="real|nano|CONFIG.json",
-    help="Whose sizes to take. real: the published model with all its 256 experts.",
+    help="The model whose sizes are used. real: the published model with all its 256 experts.",
 )
 @click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Layers. Default: as many as the model has.")
 @click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Routed experts of every layer.")
@@ -31,17 +31,17 @@ def _ratios(ctx, param, value: str | None) -> tuple[int, ...] | None:
     "--ratios",
     callback=_ratios,
     metavar="N,N,…",
-    help="Compression by layer, 0: window only; repeated to the number of layers, which it gives where that is not said.",
+    help="Compression ratio by layer, 0: window only. Repeated up to --layers; without that option the list gives the number.",
 )
 @click.option("--stages", type=click.IntRange(min=0), metavar="N", help="Draft stages; 0: no draft module.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same bytes.")
-@click.option("--force", is_flag=True, help="Write over the checkpoint in DIR: its index and its shards go first.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same seed gives the same bytes.")
+@click.option("--force", is_flag=True, help="Replace the checkpoint in DIR: its index and shards are removed first.")
 def synth(directory, like, layers, experts, ratios, stages, seed, force):
     """Write a random checkpoint in the real format.
 
-    Of any size, for measurements without the real weights. Sizes of single matrices stay the model's; choose how many
-    layers and experts there are. What it says is noise, and there is no tokenizer: give token ids. Expect 3.5 GB for a
-    layer with all experts, 2.1 GB for the vocabulary.
+    Of any size, for measurements without the real weights: single matrices have the model's sizes, and you choose how
+    many layers and experts there are. It generates noise and has no tokenizer: give token ids. Expect 3.5 GB for a layer
+    with all experts, 2.1 GB for embedding and head.
 
     \b
     Examples:

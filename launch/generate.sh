@@ -7,9 +7,9 @@
 # with another one (then mpi4py must belong to it).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-n=${1:-}
-ranks "$n"
+ranks=${1:-}
+check_ranks "$ranks"
 shift
 setup mpi
-here
-exec "${MPIRUN:-$venv/bin/mpirun}" -n "$n" "$python" -m dsv4 generate "$@" </dev/null
+allow_ranks
+exec "${MPIRUN:-$venv/bin/mpirun}" -n "$ranks" "$python" -m dsv4 generate "$@" </dev/null

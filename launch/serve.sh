@@ -8,19 +8,19 @@
 # mpi4py must belong to it).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-n=${1:-}
-ranks "$n"
+ranks=${1:-}
+check_ranks "$ranks"
 shift
-if [ "$n" = 1 ]; then
+if [ "$ranks" = 1 ]; then
   setup
   exec "$python" -m dsv4 serve "$@" </dev/null
 fi
 setup mpi
-here
+allow_ranks
 # mpirun kills its job a moment after SIGINT and SIGTERM, but hands SIGUSR1 on. So it runs in a process group of its own
 # (-m), which the terminal's Ctrl-C does not reach, and is sent that instead.
 set -m
-"${MPIRUN:-$venv/bin/mpirun}" -n "$n" "$python" -m dsv4 serve "$@" </dev/null &
+"${MPIRUN:-$venv/bin/mpirun}" -n "$ranks" "$python" -m dsv4 serve "$@" </dev/null &
 job=$!
 trap 'kill -USR1 "$job" 2>/dev/null || true' INT TERM
 while kill -0 "$job" 2>/dev/null; do

@@ -1,8 +1,8 @@
 # Sourced by the other scripts: dsv4 from this checkout, installed editable in a virtual environment, with chat and server.
 #
 #   setup [EXTRA]   sets $python to the environment's interpreter; does nothing when sources and EXTRA are unchanged
-#   ranks N         the number of ranks that a script was given first, checked
-#   here            before mpirun: ranks of this host
+#   check_ranks N   fails unless N, a script's first argument, is a number of ranks
+#   allow_ranks     before mpirun: as many ranks on this host as are asked for
 #
 # VENV     the environment's directory (default: .venv in the checkout)
 # PYTHON   the interpreter to make it with (default: python3); CC the C compiler (default: cc)
@@ -15,13 +15,13 @@ packages="python3 python3-venv python3-dev build-essential"
 say() { echo "dsv4: $*" >&2; }
 fail() { say "error: $*"; exit 1; }
 
-ranks() {
+check_ranks() {
   [[ $1 =~ ^[1248]$ ]] || fail "expected the number of ranks first (1, 2, 4 or 8), found '$1'; see the head of $0"
 }
 
-# By Open MPI's variables, so that another MPI's mpirun will do: root allowed (containers), more ranks than cores allowed,
-# and no process tied to a single core.
-here() {
+# Root allowed (containers), more ranks than cores allowed, and no process tied to a single core: as variables of Open MPI,
+# which another MPI's mpirun ignores.
+allow_ranks() {
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none
 }

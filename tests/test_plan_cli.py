@@ -185,7 +185,7 @@ def test_other_models(capsys):
     (["--experts", "100000"], "'--experts'"),
     (["--acceptance", "1.5"], "expected a number within 0..1; found 1.5"),
     (["--acceptance", "nan"], "expected a number within 0..1; found nan"),
-    (["--context", "2000000"], "plan: context: expected at most the model's 1048576 positions, found 2000000"),
+    (["--context", "2000000"], "run settings: max_context: expected at most the model's 1048576 positions, found 2000000"),
     (["--context", "0"], "'--context'"),
     (["--model", "/nowhere"], "/nowhere: expected real, nano, a config.json or a directory with one"),
 ])  # fmt: skip

@@ -150,7 +150,7 @@ def _kernel_options(command):
         ),
         click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Routed experts of a layer."),
         click.option(
-            "--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="Whose sizes to take."
+            "--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="The model whose sizes are used."
         ),
     ):
         command = option(command)
@@ -243,7 +243,7 @@ def prefill_command(**options):
 
 
 @bench.command("cuda", short_help="The CUDA kernels, beside what the GPU can do.")
-@click.option("--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="Whose sizes to take.")
+@click.option("--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="The model whose sizes are used.")
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Which GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of a table.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write the JSON there.")
