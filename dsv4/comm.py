@@ -77,7 +77,7 @@ class Communicator:
         return np.concatenate([y, *others], axis=1)
 
     def swap(self, y: Any, peer: int) -> Any:
-        """Give y to a rank and get its array of the same shape."""
+        """Send y to a rank and return that rank's array of the same shape."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ what leading and following ask for
@@ -100,7 +100,7 @@ class Communicator:
         return values
 
     def send(self, data: Any, to: int) -> None:
-        """Hand bytes, or a contiguous array, to a rank."""
+        """Send bytes, or a contiguous array, to a rank."""
         raise NotImplementedError
 
     def receive(self, source: int, idle: bool = False, patience: float | None = None) -> Any:
@@ -109,10 +109,10 @@ class Communicator:
 
     # ------------------------------------------------------------------ the end
     def fail(self, text: str, status: int, grace: float = 0.0) -> None:
-        """End the job on all ranks, with `text` on standard error once. grace: seconds in which rank 0 may say it."""
+        """End the job on all ranks, with `text`, if any, on standard error once. grace: seconds in which rank 0 may say it."""
 
     def close(self) -> None:
-        """Take leave of the other ranks, which do the same."""
+        """Leave the job, when the other ranks do."""
 
     def _count(self, nbytes: int) -> None:
         self.traffic.messages += 1
@@ -169,7 +169,7 @@ class Mpi(Communicator):
     """
 
     DATA, BEAT, FAILURE = 1, 2, 3  # tags
-    opened = False  # in this process: MPI starts once, and the ranks meet once
+    opened = False  # whether this process has tried to meet the others: MPI starts only once
     EAGER, PATIENT = 2000, 100  # tests before a waiting rank sleeps between them; and where cores are shared
 
     def __init__(self, world: World) -> None:
@@ -249,7 +249,7 @@ class Mpi(Communicator):
         return [(source, float(np.frombuffer(data)[0])) for source, data in self._arrived(self.BEAT)]
 
     def failures(self) -> list[tuple[str, int]]:
-        """What other ranks want said before the job ends, with the exit status."""
+        """(text, exit status) of other ranks that want the job ended."""
         return [pickle.loads(data) for _, data in self._arrived(self.FAILURE)]
 
     def _arrived(self, tag: int) -> list[tuple[int, bytearray]]:
@@ -269,9 +269,9 @@ class Mpi(Communicator):
         self.end(text, status)
 
     def end(self, text: str, status: int) -> None:
-        """Say it, once, and end all processes."""
+        """Print the text, if any, once, and end all processes."""
         if not self._said.acquire(blocking=False):
-            time.sleep(5)  # another thread is at it
+            time.sleep(5)  # another thread is doing it
         if text:
             print(text, file=sys.__stderr__, flush=True)
         time.sleep(0.3)  # a launcher may drop what it has not read when the job is aborted
@@ -343,7 +343,7 @@ class Nccl(Communicator):
         return sums[0]
 
     def join(self, y: Any) -> Any | None:
-        """Widths may differ; they are asked for once."""
+        """As in Communicator. Widths may differ between ranks; they exchange them once."""
         if self.size == 1 or not len(y):
             return None if self.rank else y
         if y.shape[1] not in self._widths:
@@ -377,9 +377,9 @@ class Nccl(Communicator):
 
 
 def open_communicator(world: World) -> Communicator:
-    """The communicator between the processes of a launcher; Single where there is only this one.
+    """The communicator between the processes that a launcher started; Single where there is only one.
 
-    Raises ConfigError for a second one, and BackendError where MPI is missing.
+    Raises ConfigError where a job opens a second one, and BackendError where MPI is missing.
     """
     if Mpi.opened:
         raise ConfigError("ranks: expected one engine in a job, found a second one; keep the first, or start another job")

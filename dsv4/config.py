@@ -47,8 +47,8 @@ _ROPE_EXTRAS = {"rope_theta", "type", "rope_type", "partial_rotary_factor", "att
 _DRAFT_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-CONTEXT = 32768  # tokens of a session where the settings do not say
-COUNTS = (1, 2, 4, 8)  # of equal slices that a sum over ranks may be cut into, and so of ranks
+CONTEXT = 32768  # most tokens of a session where max_context is not set
+COUNTS = (1, 2, 4, 8)  # equal slices that a sum over ranks may be cut into, and so numbers of ranks
 INDEXED_RATIO = 4  # this ratio pools overlapping blocks and has an indexer
 
 
@@ -152,13 +152,13 @@ class ModelConfig:
 
     @property
     def attention_slices(self) -> int:
-        """Into how many fixed slices wo_b's sum is cut: whole o_groups of whole 128-blocks, at most 8."""
+        """How many fixed slices wo_b's sum is cut into: whole o_groups of whole 128-blocks, at most 8."""
         width = self.o_groups * self.o_lora_rank
         return max(n for n in COUNTS if n == 1 or (self.o_groups % n == 0 and width % (n * 128) == 0))
 
     @property
     def moe_slices(self) -> int:
-        """Into how many fixed slices the experts' w2 sum is cut: whole 128-blocks, at most 8."""
+        """How many fixed slices the experts' w2 sum is cut into: whole 128-blocks, at most 8."""
         return max(n for n in COUNTS if n == 1 or self.moe_intermediate_size % (n * 128) == 0)
 
     @property
@@ -459,8 +459,8 @@ class RunConfig:
     max_sessions: int = 8
     chunk: int = 512  # rows of one prefill forward
     debug: bool = False  # name the layer of the first non-finite value
-    expert_cache: int | None = None  # bytes of resident experts; None: the backend takes them where the file is mapped
-    packed: str | None = None  # a file of experts that `pack` made of the same checkpoint, to take them from
+    expert_cache: int | None = None  # bytes of resident experts; None: all are used where the file is mapped
+    packed: str | None = None  # a file that `pack` made from the same checkpoint, to read experts from
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_context", "max_sessions", "chunk", "expert_cache"):
@@ -477,11 +477,9 @@ class RunConfig:
         sharing: how many ranks share this one's cores, for the default number of threads.
         """
         settings = {f.name for f in fields(cls)}
-        unknown = sorted(set(overrides) - settings)
-        if unknown:
+        if unknown := sorted(set(overrides) - settings):
             raise ConfigError(f"run settings: expected {', '.join(sorted(settings))}; found {', '.join(unknown)}")
-        unknown = [name for name in environment("DSV4_") if name not in VARIABLES]
-        if unknown:
+        if unknown := [name for name in environment("DSV4_") if name not in VARIABLES]:
             raise ConfigError(f"{unknown[0]}: unknown variable; expected one of {', '.join(VARIABLES)}")
         init_timeout()
         values = {f: parse(name, os.environ[name]) for name, (f, parse) in _ENVIRONMENT.items() if name in os.environ}

@@ -33,17 +33,17 @@ class Crew:
     def __init__(self, comm: Communicator):
         self.comm = comm
         self.leads = comm.size > 1 and comm.rank == 0
-        self.over = False
+        self.over = False  # the engine is closed
         self._journal: list[tuple[str, tuple]] = []  # what the pool did since the last command
 
     # ------------------------------------------------------------------ start
     def greet(self, path: Any, settings: dict) -> tuple[Any, dict]:
-        """What to load: as given; where path is None, rank 0's, and rank 0's settings but for those that are given."""
+        """(path, settings) to load: as given; where path is None rank 0's, with the settings given here before rank 0's."""
         lead, theirs = pickle.loads(self.comm.broadcast(pickle.dumps((path, settings))))
         return (lead, {**theirs, **settings}) if path is None else (path, settings)
 
     def neighbours(self) -> tuple[int, int, int]:
-        """(ranks on this host, those of them that may use the same cores, both with this one; its place among the first)."""
+        """(ranks on this host, how many of them may use the same cores, this rank's place among the first); both counts include it."""
         cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset([0])
         everyone = enumerate(self.comm.everyone((platform.node(), cores)))
         here = {rank: theirs for rank, (host, theirs) in everyone if host == platform.node()}
@@ -71,7 +71,7 @@ class Crew:
     # ------------------------------------------------------------------ lead
     @contextmanager
     def command(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Have the others do the same as the body. Raises StateError once the engine is closed: they are gone."""
+        """The others do the same as the body. Raises StateError once the engine is closed and they have ended."""
         if self.over:
             raise StateError("engine: expected an open one, found a closed one")
         if not self.leads:
@@ -84,12 +84,12 @@ class Crew:
             self.comm.idle = True
 
     def note(self, operation: str, *arguments: Any) -> None:
-        """Have the others repeat an operation of the pool before the next command."""
+        """The others repeat an operation of the pool before the next command."""
         if self.leads:
             self._journal.append((operation, arguments))
 
     def stop(self) -> None:
-        """Send the others home. Twice is fine."""
+        """End the other ranks. Twice is fine."""
         if self.over:
             return
         self.over = True

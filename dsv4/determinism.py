@@ -52,12 +52,14 @@ def difference(a: tuple[list[int], np.ndarray], b: tuple[list[int], np.ndarray])
 def matrix(engine, max_tokens: int, progress: Callable[[str, int, int], None] | None = None) -> dict:
     """{identical, tokens, cells: [{prompt, pair, identical, difference}]} over PAIRS × prompts.
 
-    Raises InputError for a context that holds no token after the prompts.
+    tokens: how many each run generates, at most max_tokens. Raises InputError where the context has no room after the prompts.
     """
     cells, found = [], prompts(engine)
     longest = max(map(len, found.values()))
     if longest >= engine.max_context:
-        raise InputError(f"determinism: expected a context above {longest} positions, found {engine.max_context}")
+        raise InputError(
+            f"determinism: expected a context above {longest} positions, found {engine.max_context}; load with a larger max_context"
+        )
     n = min(max_tokens, engine.max_context - longest)
     for done, (kind, prompt) in enumerate(found.items(), 1):
         for pair in PAIRS:

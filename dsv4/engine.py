@@ -86,17 +86,17 @@ class Engine:
 
     @classmethod
     def join(cls, path: str | Path | None, *, progress=None, gate=None, comm=None, **settings) -> Engine:
-        """One rank's engine, on any rank: load() without what the others do afterwards. path None: rank 0's."""
+        """One rank's engine, on any rank: load() up to where the others begin to follow. path None: rank 0's."""
         crew = Crew(comm or open_communicator(World.from_env()))
         with crew.together(GRACE):
             path, settings = crew.greet(path, settings)
-            rules = GateSettings.from_env(**gate or {})  # a wrong one is told before the load, which may take minutes
+            rules = GateSettings.from_env(**gate or {})  # a wrong value is refused before the load, which may take minutes
             engine = cls(**load_model(crew, model_directory(path), progress, settings), gate=rules)
             crew.ready()
         return engine
 
     def forward(self, rows: Rows) -> Output:
-        """The only way tokens enter the model. Sessions call it; so may a scheduler that packs rows of several.
+        """The only way tokens enter the model: for sessions, and for a scheduler that packs rows of several.
 
         Raises InputError for tokens, slots or positions that cannot be.
         """
@@ -118,7 +118,7 @@ class Engine:
 
     @property
     def experts(self) -> dict | None:
-        """What this rank staged since it was loaded: experts.store.Counters. None where experts are not staged."""
+        """experts.store.Counters of this rank since the load, as a dict. None where experts are not staged."""
         store = self.model.weights.store
         return asdict(store.counters) if store else None
 
@@ -128,7 +128,7 @@ class Engine:
             return self.crew.comm.everyone(replace(self.model.comm.traffic))
 
     def close(self) -> None:
-        """End the scheduler, if one runs, and let the other ranks go. Closing twice is fine."""
+        """End the scheduler, if one runs, and the other ranks. Closing twice is fine."""
         if self.owner is not None:
             self.owner.close()
         self.crew.stop()

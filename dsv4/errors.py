@@ -1,8 +1,8 @@
-"""Every error that is the user's to act on: one line that says what was expected, what was found and what to do."""
+"""Every error that the user can act on: one line that says what was expected, what was found and what to do."""
 
 
 def install(*extras: str) -> str:
-    """What to do where something of one of these extras is missing: the end of a message."""
+    """The end of a message about a package that is missing and belongs to one of these extras: what to do."""
     commands = [f"`pip install -e '.[{extra}]'`" for extra in extras]
     return f"{' or '.join(commands)} in a checkout installs what is needed"
 

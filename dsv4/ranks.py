@@ -12,14 +12,14 @@ from .errors import ConfigError
 
 
 def serve(path: str | Path | None = None, **settings) -> None:
-    """On ranks other than 0: load what rank 0 loads and repeat what its engine does, until that is closed.
+    """On ranks other than 0: load what rank 0 loads and repeat what its engine does, until that engine is closed.
 
     path, settings: as for Engine.load; by default rank 0's. They may name another directory that holds the same
     checkpoint. On rank 0, which calls Engine.load, it ends the job, or raises ConfigError where there is no other rank.
     """
     world = World.from_env()
     if world.rank == 0:
-        with Crew(open_communicator(world)).together():  # met the others, as the job may not end well before that
+        with Crew(open_communicator(world)).together():  # only once the ranks have met can the job end well
             raise ConfigError(f"serve: expected a rank other than 0, found rank 0 of {world.size}; call Engine.load there")
     engine = Engine.join(path, **settings)
     engine.crew.follow(engine)

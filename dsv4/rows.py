@@ -51,7 +51,7 @@ class Rows:
 
     @classmethod
     def runs(cls, runs: Sequence[tuple[int, int, int]], tokens: np.ndarray, wanted: Sequence[int] = ()) -> Rows:
-        """Rows of several sequences, (slot, first position, the one after the last) of each; tokens: of all of them."""
+        """Rows of several sequences, from (slot, first position, the one after the last) of each; tokens int32 [T]: all of theirs."""
         slots: list[int] = []
         positions: list[int] = []
         for slot, start, stop in runs:
@@ -61,7 +61,7 @@ class Rows:
 
     @staticmethod
     def named(wanted, n: int) -> Sequence[int]:
-        """Row numbers, of n rows, that "last", "all" or "none" stands for; or `wanted` itself. Raises InputError."""
+        """The row numbers, of n rows, that "last", "all" or "none" stands for; or `wanted` itself, checked. Raises InputError."""
         if not isinstance(wanted, str):
             rows = [int(row) for row in wanted]
             if any(not a < b for a, b in zip([-1, *rows], [*rows, n])):
@@ -76,7 +76,7 @@ class Rows:
         raise InputError(f"wanted: expected last, all, none or row numbers; found {wanted!r}")
 
     def cut(self, most: int) -> Iterator[Rows]:
-        """These rows, so many at a time; none of them wanted."""
+        """These rows, at most so many at a time; none of them wanted."""
         for start in range(0, len(self), most):
             part = slice(start, start + most)
             yield Rows(self.tokens[part], self.slots[part], self.positions[part], np.zeros(0, np.int64))

@@ -103,7 +103,7 @@ class SamplingParams:
 
 def _best(logits: np.ndarray) -> int | None:
     """The largest of logits [vocab], the lower id where equal; None if one of them is NaN or infinite."""
-    # Both find a NaN where there is one; min() and max() take several times as long for a row.
+    # Both return a NaN's place where there is one; min() and max() take several times as long for a row.
     best = int(logits.argmax())
     return best if math.isfinite(logits[best]) and math.isfinite(logits[logits.argmin()]) else None
 
@@ -169,7 +169,7 @@ def generator(seed: int, position: int) -> np.random.Generator:
 def greedy(logits: np.ndarray, position: int) -> int:
     """The largest of logits [vocab], the lower id where equal; whatever the position. Raises Dsv4Error for non-finite ones.
 
-    A drafted token that is chosen by this very function is chosen where the backend computes, by Ops.best.
+    Where this very function is to choose, speculation takes Ops.best's answer from where the backend computes instead.
     """
     best = _best(logits)
     if best is None:
@@ -178,7 +178,7 @@ def greedy(logits: np.ndarray, position: int) -> int:
 
 
 def chooser(params: SamplingParams) -> Choose:
-    """How these parameters choose a token."""
+    """The function that chooses a token as these parameters say."""
     return greedy if params.temperature == 0 else lambda logits, position: sample(logits, params, position)
 
 

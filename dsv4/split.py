@@ -78,4 +78,3 @@ def divided(config: ModelConfig, size: int) -> tuple[int, int]:
     width = config.num_attention_heads * config.head_dim
     attention = config.attention_slices % size == 0 and width % (size * 128) == 0
     return size if attention else 1, size if config.moe_slices % size == 0 else 1
-

@@ -17,8 +17,8 @@ from .config import INDEXED_RATIO, ModelConfig, pooled_blocks
 from .errors import CapacityError, InputError, StateError
 from .ops import IndexCache, KeyCache, Ops, Ring
 from .plan import page_positions
-from .rows import Rows
 from .rope import rope_thetas
+from .rows import Rows
 
 
 @dataclass

@@ -184,7 +184,7 @@ class Chat:
             else:
                 self.session.rewind(0)
         self._new = len(ids) - self.session.position
-        # The next prompt may go on otherwise from here: without reasoning, or with other tokens for the text of an answer.
+        # The next prompt may differ from here on: reasoning is left out, or the answer's text has other tokens.
         if self.session.position < len(ids) - 1:
             self.session.prefill(ids[self.session.position : -1], lambda done, total: self._progress("", done, total))
         self._kept = self.session.snapshot()

@@ -81,7 +81,7 @@ class Tokenizer:
         return self._markup.id_to_token(number) if isinstance(number, int) else None
 
     def check(self, config) -> None:
-        """ConfigError if the model (a ModelConfig) has no row for one of our tokens, or begins texts otherwise.
+        """Raises ConfigError if the model (a ModelConfig) has no row for one of the tokens, or another begin token.
 
         The model may have more rows than there are tokens: real checkpoints pad the vocabulary.
         """
@@ -111,7 +111,7 @@ class Tokenizer:
                 f"text: expected valid Unicode; found a lone surrogate at character {error.start}"
             ) from error
         library = self._markup if special else self._plain
-        return library.encode_batch_fast([text], add_special_tokens=False)[0].ids  # unlike encode it leaves the GIL to others
+        return library.encode_batch_fast([text], add_special_tokens=False)[0].ids  # unlike encode it releases the GIL
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a prompt: special tokens are recognised; the begin token is put in front if it is not there."""
@@ -128,7 +128,7 @@ class Tokenizer:
         return self._bytes[token]
 
     def token_text(self, token: int) -> str | None:
-        """What a token says by itself; None where that is not UTF-8 without others."""
+        """The text of a token by itself; None where its bytes are not valid UTF-8 without those of others."""
         if token not in self._texts:
             try:
                 self._texts[token] = self.token_bytes(token).decode("utf-8")

@@ -1,7 +1,7 @@
-"""What a GPU's kernels reach, beside what the card can do: its copy bandwidth and its matrix rate, of the same run.
+"""The CUDA kernels' speed beside what the card can do: its copy bandwidth and its matrix rate, measured in the same run.
 
-A kernel is timed by the device's own clock over many calls, queued while the device is busy with something else: what is
-measured is the device, not how fast Python launches. Calls go through more memory than any cache holds.
+A kernel is timed by the device's own clock over many calls, which are queued while the device is busy with something else,
+so that the device is measured and not how fast Python launches. Calls go through more memory than any cache holds.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def indexer(card: Card, c: ModelConfig) -> list[dict]:
 
 # ---------------------------------------------------------------------- between the products
 def between(card: Card, c: ModelConfig) -> list[dict]:
-    """What runs over rows of float32 between the products; bytes read and written. A single row's stay in the cache."""
+    """What runs over rows of float32 between the products; bytes read and written. A single row stays in the cache."""
     ops, m, d = card.ops, c.hc_mult, c.hidden_size
     mixes = (2 + m) * m
     hc = HyperConnection(

@@ -23,7 +23,7 @@ def prompt(vocab: int, length: int) -> list[int]:
 
 
 def prefill(engine: Engine, length: int, repeats: int) -> dict:
-    """Median time to consume a prompt of `length` tokens and know what follows it."""
+    """Record "prefill": the median time to consume a prompt of `length` tokens and have the logits after it."""
     tokens = prompt(engine.config.vocab_size, length)
     seconds = []
     for _ in range(repeats):
@@ -36,7 +36,7 @@ def prefill(engine: Engine, length: int, repeats: int) -> dict:
 
 
 def decode(engine: Engine, context: int, steps: int) -> dict:
-    """Median time of one greedy token, sampling included, over `steps` tokens after `context` others."""
+    """Record "decode": the median time of a greedy token, sampling included, over `steps` tokens after `context` others."""
     seconds = []
     with engine.session() as session:
         logits = session.prefill(prompt(engine.config.vocab_size, context))
@@ -49,7 +49,7 @@ def decode(engine: Engine, context: int, steps: int) -> dict:
 
 
 def exchange(engine: Engine, context: int, steps: int) -> dict:
-    """What each rank sends to decode one token, and the bytes of the weights that rank 0 holds."""
+    """Record "exchange": what each rank sends to decode a token, and the bytes of the weights that rank 0 holds."""
     with engine.session() as session:
         logits = session.prefill(prompt(engine.config.vocab_size, context))
         before = engine.traffic()
@@ -66,7 +66,7 @@ def exchange(engine: Engine, context: int, steps: int) -> dict:
 
 
 def memory(engine: Engine, context: int) -> dict:
-    """The process's peak; own_peak_bytes: without the mapped weights, over one more prompt. The plan is the state's part."""
+    """Record "memory": the process's peak; own_peak_bytes: without the mapped weights, over one more prompt; the planned state."""
     with machine.OwnPeak() as own:
         prefill(engine, context, 1)
     return {
@@ -78,7 +78,7 @@ def memory(engine: Engine, context: int) -> dict:
 
 
 def experts(engine: Engine) -> dict:
-    """Where this rank's routed experts are, what is planned for them, and what was staged so far."""
+    """Record "experts": where this rank's routed experts are, what is planned for them, and what was staged so far."""
     plan = engine.plan
     placement = "staged" if plan.staging else "packed" if engine.run.packed else "mapped"
     sizes = {"planned_cache_bytes": plan.expert_cache, "planned_staging_bytes": plan.staging}
@@ -96,7 +96,8 @@ def measure(
     """Load a model and measure it: records "load", "prefill" and "decode" per context, "exchange", "memory" and "experts",
     each with the machine.
 
-    contexts: None takes those of CONTEXTS that fit, or what does; raises InputError for one that does not. A warm-up goes before.
+    contexts: None takes those of CONTEXTS that fit, or the longest context that does. A warm-up goes before. Raises
+    InputError for steps or contexts that do not fit.
     """
     start = time.perf_counter()
     engine = Engine.load(model, progress=progress, **settings)

@@ -28,14 +28,14 @@ def cores() -> int:
 
 
 def busy() -> str | None:
-    """A line for one who measures where, over the last minute, more threads wanted to run than the machine has cores."""
+    """A warning where, over the last minute, more threads wanted to run than the machine has cores; else None."""
     try:
         load, count = os.getloadavg()[0], os.cpu_count() or 1
-    except OSError:  # the system does not tell
+    except OSError:  # not known here
         return None
     if load <= count:
         return None
-    return f"this machine is busy (load average {load:.1f}, {count} cores): these figures are less than it can do"
+    return f"this machine is busy (load average {load:.1f}, {count} cores): it can do better than these figures"
 
 
 def _numbers(text: str) -> set[int]:

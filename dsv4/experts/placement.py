@@ -1,4 +1,4 @@
-"""Placement: what the settings say of where experts are and where they are taken from."""
+"""Placement: where experts are kept and read from, as the settings say."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Placement:
         return sum(self.source.banks.values()) * self.source.layout.nbytes if self.slots else 0
 
     def open(self, ops: Ops, threads: int) -> tuple[Store | None, MakeBank]:
-        """The store, if there is one, and who makes the layers' banks."""
+        """The store, if there is one, and the function that makes the layers' banks."""
         if self.slots:
             store = Store(ops, self.source, self.slots, self.per_token, threads)
             return store, store.bank

@@ -1,8 +1,8 @@
 """Store: the experts a forward needs, staged in the background while those that are there compute.
 
 The model's thread decides: which experts go next, and which slots they get. One thread of the store reads and copies, in
-the order it was asked to. So a slot that is given away twice ends with the last one's bytes, and whoever computes has
-waited for the load of his own.
+the order it was asked to. So a slot that is given away twice ends with the last load's bytes, and whoever computes has
+waited for the loads it needs.
 
 Experts compute as they come, each for all rows that chose it, and a row's sum is made in several calls. Its order is
 fixed (Ops.moe_begin), so no bit depends on which experts were there, or on when the others came.
@@ -24,7 +24,7 @@ from ..ops import Ops
 from .cache import Cache
 from .sources import Source, read_expert
 
-SUMS = 64 << 20  # bytes up to which every choice of a row may have a sum of its own while experts come
+SUMS = 64 << 20  # bytes up to which every choice of a row has a sum of its own while experts come
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Load:
 
 
 class Layer(NamedTuple):
-    """What Ops.moe is given for a layer. chosen: the ids, on the host."""
+    """The arguments of Ops.moe for one layer. chosen: the ids, on the host."""
 
     x: Any
     chosen: np.ndarray
@@ -75,7 +75,7 @@ class Layer(NamedTuple):
 
 
 def slots_for(budget: int, slot_bytes: int, per_token: int, experts: int) -> int:
-    """How many experts a budget of bytes holds, at most all. Raises ConfigError for fewer than one row's."""
+    """How many experts a budget of bytes holds, at most all. Raises ConfigError where it does not hold those of one row."""
     if budget < per_token * slot_bytes:
         raise ConfigError(
             f"expert cache: expected at least {per_token * slot_bytes} bytes, the {per_token} experts of one row at "
@@ -85,7 +85,7 @@ def slots_for(budget: int, slot_bytes: int, per_token: int, experts: int) -> int
 
 
 def sum_bytes(rows: int, per_token: int, slices: int, d: int) -> int:
-    """Of the sums of a forward of at most so many rows while their experts come."""
+    """Bytes that the sums of a forward of at most `rows` rows take while its experts come."""
     row = slices * d * 4
     return min(rows * (per_token + 1) * row, max(SUMS, rows * row))
 
@@ -110,7 +110,7 @@ class Store:
         self._ahead: dict[int, np.ndarray] = {}  # slots pinned for a hash layer, by the number of its bank
         self._reader = ThreadPoolExecutor(1, "experts")
         self._held: list[tuple[int, np.ndarray, np.ndarray]] = []  # bank, experts, slots: of hold
-        self._busy = False  # within begin or moe; at their start: the last one did not come to its end
+        self._busy = False  # within begin or moe; still set when the next one starts where the last one failed
         self._half = 0
 
     def bank(self, prefix: str, shared: tuple[Any, Any, Any], fixed: Any) -> StagedBank:
@@ -121,7 +121,7 @@ class Store:
         return made
 
     def hold(self, banks: list[StagedBank]) -> None:
-        """Make these banks resident for good, as far as half of the slots go. The draft's, when a model is loaded."""
+        """Make these banks resident for good, in at most half of the slots. For the draft's, when a model is loaded."""
         left = max(0, min(self.slots // 2, self.slots - 2 * self._per_token))
         for bank in banks:
             experts = np.arange(min(left, self._source.banks[bank.prefix]))
@@ -132,7 +132,7 @@ class Store:
 
     # ------------------------------------------------------------------ forward
     def begin(self, tokens: np.ndarray) -> None:
-        """A forward of these tokens begins: send for the experts of hash layers, which follow from the token."""
+        """A forward of these tokens begins: send for the experts of the hash layers, which follow from the token alone."""
         self._enter(clean=not self._ahead)  # else the last forward failed outside
         self._cache.age()
         for bank in self._hashed:
@@ -144,7 +144,7 @@ class Store:
         self._busy = False
 
     def moe(self, x: Any, ids: Any, weights: Any, bank: StagedBank, limit: float, slices: int) -> Any:
-        """Ops.moe, of experts in the store."""
+        """Ops.moe with experts of the store."""
         self._enter()
         layer = Layer(x, self._ops.to_host(ids), weights, bank, limit)
         needed = np.unique(layer.chosen)
@@ -163,8 +163,8 @@ class Store:
         return y
 
     def _enter(self, clean: bool = True) -> None:
-        """What begin and moe start with. After an error or an interrupt, at whatever place, nothing is taken for resident:
-        loads still on their way come before those that are sent for from now on."""
+        """What begin and moe start with. After an error or an interrupt, wherever it was, no expert counts as resident; loads that
+        are still on their way are made before those sent for from now on."""
         if self._busy or not clean:
             self._cache.clear(self._held)
             self._loads.clear()
@@ -177,14 +177,14 @@ class Store:
         return slot >= 0 and (load is None or load.done.done())
 
     def _choices(self, chosen: np.ndarray, bank: StagedBank, experts: np.ndarray, slots: np.ndarray) -> tuple[Any, np.ndarray]:
-        """The bank of some experts (ascending), and what was chosen by its numbers: int32, −1 where it is none of them."""
+        """A bank of some experts (ascending), and `chosen` in its numbers: int32, −1 where it is none of them."""
         numbers = np.full(self._source.banks[bank.prefix], -1, np.int32)
         numbers[experts] = np.arange(len(experts))
         return self._ops.bank([self._matrices[slot] for slot in slots], bank.shared), numbers[chosen]
 
     def _as_they_come(self, layer: Layer, slices: int) -> Any:
-        """Every expert once, for all rows. Where each choice can have its own sum, what is there computes while the rest
-        travels."""
+        """Each expert once, for all rows. Where every choice can have a sum of its own, those that are there compute while the
+        rest travels."""
         (t, k), d = layer.chosen.shape, layer.x.shape[1]
         ascending = t * (k + 1) * slices * d * 4 > SUMS
         sums = self._ops.moe_begin(t, 1 if ascending else k + 1, slices, d)
@@ -218,7 +218,7 @@ class Store:
         slots = self._cache.place[bank.number, needed]
         there = np.array([self._there(slot) for slot in slots.tolist()])
         room = self._cache.room()
-        if ascending:  # what is there must not go for what comes before it, as far as there is room beside it
+        if ascending:  # what is there must not be replaced by what comes before it, as far as there is room for both
             kept = slots[there][: max(0, room - 2 * self._per_token)]
             self._cache.pin(bank.number, needed[there][: len(kept)])
             queue = needed
@@ -241,7 +241,7 @@ class Store:
                 self._cache.unpin(some)
 
     def _ready(self, slots: np.ndarray, most: int, wait: bool) -> int:
-        """How many of these slots, from the first on, are filled. wait: at least one."""
+        """How many of these slots are filled, counted from the first one, at most `most`. wait: until there is one."""
         if wait:
             self._wait(slots[:1])
         count = next((i for i, slot in enumerate(slots.tolist()) if i == most or not self._there(slot)), len(slots))
@@ -250,7 +250,7 @@ class Store:
 
     # ------------------------------------------------------------------ loads
     def _send(self, bank: StagedBank, experts: np.ndarray) -> tuple[np.ndarray, int]:
-        """Pin the experts' slots and send for those that are missing → (slots, how many were)."""
+        """Pin the experts' slots and send for those that are missing → (slots, how many were missing)."""
         slots, missing = self._cache.pin(bank.number, experts)
         new = slots[missing]
         if len(new):

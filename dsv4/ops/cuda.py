@@ -1,8 +1,8 @@
 """The CUDA backend: the kernels of cuda/, given their work by a launcher.
 
 Each family of ops has its module: cuda_dense.py (matrices and experts), cuda_rows.py (attention, compressor, indexer),
-cuda_places.py (where keys lie), cuda_norm.py (norms, hyper-connections, quantiser). What is here: memory; how much a
-forward takes is said in cuda_room.py. Nothing waits for the device but to_host and has_nonfinite. Every sum has a fixed
+cuda_places.py (where keys lie), cuda_norm.py (norms, hyper-connections, quantiser). Here: memory; cuda_room.py says how
+much of it a forward takes. Nothing waits for the device but to_host and has_nonfinite. Every sum has a fixed
 order, so a row's bits do not depend on the number of rows.
 """
 
@@ -16,7 +16,7 @@ from .. import formats
 from ..config import ModelConfig
 from ..errors import CapacityError
 from . import IndexCache, KeyCache, Ops
-from .cuda_base import Array
+from .cuda_base import Array, ceil
 from .cuda_dense import DenseMixin
 from .cuda_norm import NormMixin
 from .cuda_room import step_bytes
@@ -65,7 +65,7 @@ class CudaOps(DenseMixin, RowsMixin, NormMixin, Ops):
 
     def key_cache(self, n: int, dim: int, rope_dim: int) -> KeyCache:
         plain = dim - rope_dim
-        scales = -(-plain // formats.KEY_BLOCK)
+        scales = ceil(plain, formats.KEY_BLOCK)
         zeros = self.launcher.zeros
         return KeyCache(zeros((n, plain), np.uint8), zeros((n, scales), np.uint8), zeros((n, rope_dim), np.uint16))
 

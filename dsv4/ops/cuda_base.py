@@ -15,7 +15,7 @@ _GRID = 65535  # blocks of a grid's second and third dimension
 
 
 def ceil(n: int, size: int) -> int:
-    """How many of this size hold n."""
+    """n / size, rounded up."""
     return -(-n // size)
 
 
@@ -36,7 +36,7 @@ class CudaBase:
         self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], *args: Any,
         shared: int = 0, defines: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """Launch a kernel of a file of cuda/; see launcher.Kernel. Raises InputError for more rows than a grid has room for."""
+        """Launch a kernel of a file in cuda/; see kernels.Kernel. Raises InputError for more rows than a grid has room for."""
         if max(grid[1:], default=0) > _GRID:
             raise InputError(f"{kernel}: expected at most {_GRID} rows in one forward, found more; use smaller chunks (--chunk)")
         self.launcher.compile(source, defines).kernel(kernel)(grid, block, args, shared)

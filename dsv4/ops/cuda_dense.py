@@ -17,6 +17,7 @@ from .cuda_base import Array, CudaBase, ceil
 
 _THREADS, _WARPS = 256, 8
 _BLOCK = 128  # inputs per scale
+FEW = 32  # rows up to which a linear's blocks add up its slices themselves
 _ALIGNED = 16  # bytes: addresses and rows of packed weights
 EXPERT_SCRATCH = 64 << 20  # bytes: what the experts add to each row is kept for so many outputs at a time
 _MAX_CHOICES = 32
@@ -58,7 +59,7 @@ class _Rows(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """What is multiplied with what: entries begin .. end − 1 of one expert, or tiles of several. See cuda/linear.cu."""
+    """What a product multiplies: entries begin .. end − 1 of one expert, or tiles of several. See cuda/linear.cu."""
 
     end: int
     height: int
@@ -66,7 +67,7 @@ class _Entries(NamedTuple):
     rows: Array | None = None
     tiles: Array | None = None
     tile_count: Array | None = None
-    most: int = 0  # tiles that there can be
+    most: int = 0  # tiles there may be
     expert: int = 0
 
 
@@ -80,12 +81,12 @@ class _Out(NamedTuple):
 
 
 def _height(rows: int) -> int:
-    """Entries of a tile: 8 or 32 where few rows share weights that are read once, else 64."""
-    return 8 if rows <= 8 else 32 if rows <= 32 else 64
+    """Entries of a tile: 8 or FEW where few rows share weights that are read once, else 64."""
+    return 8 if rows <= 8 else FEW if rows <= FEW else 64
 
 
 def _parts(blocks: int) -> int:
-    """In how many parts a slice of so many blocks is cut: at least four blocks each, so that a part is worth a warp."""
+    """Number of parts that a slice of so many blocks is cut into: at least four blocks each, so that a part is worth a warp."""
     return next(p for p in (8, 4, 2, 1) if blocks >= 4 * p or p == 1)
 
 

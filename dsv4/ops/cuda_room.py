@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config import INDEXED_RATIO
-from .cuda_dense import EXPERT_SCRATCH
+from .cuda_base import ceil
+from .cuda_dense import EXPERT_SCRATCH, FEW
 from .cuda_rows import SCRATCH, TILE
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..split import Split
 
-FEW = 32  # rows up to which no linear keeps its slices apart
 _FLOAT = 4
 
 
 def step_bytes(config: ModelConfig, split: Split, rows: int, context: int) -> int:
     """Bytes of a forward, draft or priming of at most `rows` rows, all of them wanted, at the end of `context` positions.
 
-    The most of the moments below, and an eighth for what a pool of blocks of many sizes cannot use.
+    The largest of the moments below, and an eighth more for what a pool of blocks of many sizes cannot use.
     """
     moments = _attention(config, split, rows, context), _index(config, split, rows, context), _experts(config, split, rows)
     found = max(*moments, _head(config, split, rows), _prime(config, rows))
@@ -31,13 +31,13 @@ def _streams(c: ModelConfig) -> int:
 
 
 def _tables(c: ModelConfig, context: int) -> int:
-    """Numbers a row that all layers share: places, angles, what a row is; and mixes of its streams."""
+    """Numbers per row that all layers share: places, angles, what a row is; and the mixes of its streams."""
     entries = sum(context // ratio for ratio in set(c.compress_ratios) if ratio and ratio != INDEXED_RATIO)
     return c.sliding_window + entries + 2 * c.qk_rope_head_dim + c.index_topk + c.hc_mult * (c.hc_mult + 2) + 32
 
 
 def _queries(c: ModelConfig, split: Split) -> int:
-    """Numbers a row while attention runs: streams, its input twice, queries."""
+    """Numbers per row while attention runs: streams, its input twice, queries."""
     return _streams(c) + 2 * c.hidden_size + c.q_lora_rank + split.heads * c.head_dim
 
 
@@ -45,9 +45,9 @@ def _attention(c: ModelConfig, split: Split, rows: int, context: int) -> int:
     """Queries and what they found, beside the largest of: the scratch, the output packed, the output's projections."""
     found, low = split.heads * c.head_dim, split.groups * c.o_lora_rank
     keys = c.sliding_window + max((context // r if r != INDEXED_RATIO else c.index_topk for r in c.compress_ratios if r), default=0)
-    tiles, blocks = -(-keys // TILE), -(-split.heads // 16)
+    tiles, blocks = ceil(keys, TILE), ceil(split.heads, 16)
     row = blocks * (c.head_dim // 64 + 1) * 1024 + tiles * split.heads * (c.head_dim + 2) + keys
-    slices = split.attention_slices if rows > FEW else 0
+    slices = split.attention_slices if rows > FEW else 0  # up to FEW no linear keeps its slices apart
     projected = rows * (3 * low + (slices + 1 + 2 * split.attention) * c.hidden_size)
     return rows * (_queries(c, split) + found) + max(_some(rows, row), rows * (found + low), projected)
 
@@ -59,7 +59,7 @@ def _index(c: ModelConfig, split: Split, rows: int, context: int) -> int:
 
 
 def _some(rows: int, row: int) -> int:
-    """Scratch memory for as many rows at once as it has room for, one at least."""
+    """Scratch memory for as many rows at once as it has room for, at least one."""
     return min(rows * row, max(SCRATCH, row))
 
 
@@ -74,7 +74,7 @@ def _experts(c: ModelConfig, split: Split, rows: int) -> int:
 
 def _head(c: ModelConfig, split: Split, rows: int) -> int:
     """Logits of all rows, joined from all ranks, the main hidden; or a draft's, with those of one place and the next."""
-    drafts = -(-rows // c.dspark.block_size) if c.dspark else 1
+    drafts = ceil(rows, c.dspark.block_size) if c.dspark else 1
     joined = rows if split.size > 1 else 0
     row = _streams(c) + 2 * c.hidden_size + c.main_hidden_size + c.vocab_size
     return rows * row + max(joined, 3 * drafts) * c.vocab_size

@@ -26,7 +26,7 @@ OLDEST = 75  # compute capability: the first with the tensor-core instructions t
 _PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel may have without asking
 _SMALL = 1 << 20  # bytes of a step's tables at most; larger arrays are weights
 _NULL = np.uint64(0)
-_EXTRAS = (12, 13)  # CUDA versions that there is an extra for
+_EXTRAS = (12, 13)  # CUDA versions with an extra: cuda12, cuda13
 _CPU = "use --backend cpu"
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)

@@ -32,7 +32,7 @@ class HostStage:
 
     def send(self, half: int, slot: int, mark: Any) -> Any:
         """Copy buffers[half] to a slot, after the work before `mark`, which may still read what the slot held → the copy,
-        for settle. On a device it may go on after this returns: an event of the stream for copies.
+        for settle. On a device: an event of the stream for copies, and the copy may go on after this returns.
         """
         self._slots[slot] = self.buffers[half]
 

@@ -104,7 +104,7 @@ def _does_not_fit(
 
 # ---------------------------------------------------------------------- time
 def _forward(machine: Machine, sizes: Sizes, experts: dict[str, float], context: int, rows: int) -> dict[str, float]:
-    """Milliseconds of a forward of the main model, by what they go to."""
+    """Milliseconds of a forward of the main model, by what takes them."""
     fixed = sizes.read + sizes.keys(context, rows)
     chosen = sizes.distinct(rows) * sizes.config.num_hidden_layers * sizes.expert
     return _parts(machine, experts, fixed, chosen, sizes.config.num_hidden_layers)
@@ -119,7 +119,7 @@ def _draft(machine: Machine, sizes: Sizes) -> float:
 
 
 def _parts(machine: Machine, experts: dict[str, float], fixed: float, chosen: float, layers: int) -> dict[str, float]:
-    """Milliseconds by what they go to. fixed, chosen: bytes of one rank, always read and of chosen experts."""
+    """Milliseconds by what takes them. fixed, chosen: bytes that one rank reads always, and of chosen experts."""
     ranks = max(1, machine.gpus)
     disk = chosen * ranks * experts["on_disk"] / (machine.disk * facts.GB)
     found = {"layers": layers * facts.LAYER_MS}
@@ -138,7 +138,7 @@ def _parts(machine: Machine, experts: dict[str, float], fixed: float, chosen: fl
 
 
 def _speed(machine: Machine, sizes: Sizes, memory: dict, context: int, acceptance: float) -> dict[str, Any]:
-    """plain and speculation, and the part that takes most of a plain step."""
+    """plain, speculation (None without a draft) and bound, the part that takes most of a plain step."""
     forward = lambda rows: _forward(machine, sizes, memory["experts"], context, rows)  # noqa: E731
     parts = forward(1)
     plain = sum(parts.values())
@@ -152,8 +152,8 @@ def _speed(machine: Machine, sizes: Sizes, memory: dict, context: int, acceptanc
         verify = [sum(forward(1 + n).values()) for n in range(1, sizes.config.dspark.block_size + 1)]
         rates = [MILLI / plain]
         rates += [MILLI * sum(acceptance**i for i in range(n + 1)) / (draft + ms) for n, ms in enumerate(verify, 1)]
-        best = max(range(len(rates)), key=rates.__getitem__)
-        found["speculation"] = {"draft_ms": draft, "verify_ms": verify, "length": best, "tok_s": rates[best]}
+        length = max(range(len(rates)), key=rates.__getitem__)
+        found["speculation"] = {"draft_ms": draft, "verify_ms": verify, "length": length, "tok_s": rates[length]}
     return found
 
 
@@ -166,7 +166,7 @@ def best(speed: dict[str, Any]) -> float:
 def _changes(
     machine: Machine, sizes: Sizes, context: int, sessions: int, acceptance: float, speed: dict
 ) -> list[dict[str, Any]]:
-    """What else the money could buy, one thing at a time: those that give a twentieth or more, the best first."""
+    """One change of the machine at a time: those that make it faster by a twentieth or more, the best first."""
     found = []
     for name, other in _variants(machine):
         try:

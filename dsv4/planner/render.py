@@ -25,13 +25,12 @@ def _size(count: float) -> str:
 def _head(plan: dict[str, Any]) -> list[str]:
     machine, model = plan["machine"], plan["model"]
     where = f"{machine['gpus']} GPU(s) of {machine['gpu_memory']:g} GiB, {machine['gpu_bandwidth']:g} GB/s, PCIe {machine['pcie']} x{machine['lanes']}"
-    lines = [
+    return [
         "A prediction from sizes and bandwidths, not a measurement.",
         (where if machine["gpus"] else "no GPU") + f"; host memory {machine['ram']:g} GiB at {machine['bandwidth']:g} GB/s",
         f"{model['layers']} layers of {model['experts']} experts, {model['bytes'] / 1e9:.1f} GB; "
         f"{model['sessions']} session(s) of {model['context']:,} positions",
     ]
-    return lines
 
 
 def _memory(plan: dict[str, Any]) -> list[str]:

@@ -16,7 +16,6 @@ from ..plan import MemoryPlan, index_key_bytes, key_bytes, make_plan
 from ..split import Split
 from ..weights import ROUTED, expected
 
-
 _KINDS = ("dense", "embedding", "head", "experts", "draft", "draft experts")
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """max_tokens: the most that one answer may be asked to have. max_body: bytes of a request. body_s: seconds for a
-    request to arrive; request_s: for all of its answer; drain_s: for answers to end once the server is told to."""
+    """max_tokens: the most that a request may ask for. max_body: bytes of a request. body_s: seconds for a
+    request to arrive; request_s: for all of its answer; drain_s: for answers to end once the server is stopped."""
 
     max_tokens: int
     max_body: int = 4 << 20

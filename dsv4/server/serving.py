@@ -19,7 +19,7 @@ from .app import Service
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last passes through an mpirun, and leaves it alive
 BACKLOG = 512  # connections that wait to be taken
-SLOW_HEADS = 10  # seconds that a client has for the first lines of a request, up to its body
+SLOW_HEADS = 10  # seconds that a client has to send a request's head, up to its body
 SLOW_READERS = 5  # seconds that a client has to take the rest of a finished answer, at the end
 
 
@@ -41,7 +41,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, which would wait for the rest of a request's head for ever; here its connection is closed in the end."""
+    """uvicorn's would wait for the rest of a request's head for ever; this one closes the connection after SLOW_HEADS."""
 
     _due: asyncio.TimerHandle | None = None
 
@@ -54,7 +54,7 @@ class Protocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Between requests, before the next one's first bytes, uvicorn's own (shorter) patience counts."""
+        """Start or stop the clock. Between requests, before the next one's first bytes, uvicorn's own, shorter limit holds."""
         if self.conn.their_state is not h11.IDLE:
             if self._due:
                 self._due.cancel()
