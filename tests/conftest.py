@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: where the embedded model, the goldens and the generated tiny checkpoints are."""
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -21,6 +22,18 @@ from tools.make_tiny import CONFIGS, write  # noqa: E402
 def golden_dir() -> Path:
     """What an independent implementation computed; see tests/golden/README.md."""
     return TESTS / "golden"
+
+
+@pytest.fixture(scope="session")
+def continuations(golden_dir) -> dict[str, list[dict]]:
+    """nano's greedy texts by an independent implementation: {kind of text: cases}, with prompt_ids and what followed."""
+    return json.loads((golden_dir / "nano_continuations.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def prompts(continuations) -> dict[str, list[list[int]]]:
+    """{kind of text: prompts as token ids} that nano knows how to continue."""
+    return {kind: [case["prompt_ids"] for case in cases] for kind, cases in continuations.items()}
 
 
 @pytest.fixture(scope="session")

@@ -41,5 +41,5 @@ def inputs(t: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 def poison(*shape: int) -> None:
-    """Leaves NaNs in the array of this shape that a kernel returns next."""
+    """Leave NaNs in the array of this shape that a kernel returns next."""
     _cpu.lines(shape).fill(np.nan)

@@ -11,8 +11,8 @@ from compare import rel_l2
 from dsv4 import formats
 from dsv4.config import Yarn
 from dsv4.ops import KeyCache, Mix, Ring, Rope
-from dsv4.rope import rope_thetas
 from dsv4.parameters import HyperConnection
+from dsv4.rope import rope_thetas
 
 CLOSE = 1e-6  # rel_l2 of float results
 

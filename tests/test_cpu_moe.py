@@ -11,6 +11,7 @@ from dsv4.errors import CheckpointError, InputError
 from dsv4.ops.cpu import CpuOps
 from dsv4.ops.reference import ReferenceOps
 
+
 @pytest.fixture(params=ISAS)
 def cpu(request):
     return CpuOps(threads=2, isa=request.param)

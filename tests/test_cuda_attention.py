@@ -175,7 +175,7 @@ def test_keys_whose_parts_differ_in_size(spread, cuda):
 
 @pytest.mark.parametrize("broken", ["query", "codes", "rope"])
 def test_nan_shows_in_its_row_only(broken, cuda):
-    rng, q, sink, cache = scene(name="nan")
+    _, q, sink, cache = scene(name="nan")
     places = np.stack([np.arange(40), np.arange(40, 80), np.arange(80)[::2]]).astype(np.int32)
     expected = cuda.attend(q, sink, [(cache, places)])
     if broken == "query":

@@ -79,8 +79,8 @@ def test_golden(name, prompts, steps, checkpoint_dir, golden_dir, device_ops):
 
 
 @pytest.mark.parametrize("kind, spec", [("repeat", "always"), ("math", "off")])
-def test_nano_writes_the_golden_text(engine, golden_dir, kind, spec):
-    case = json.loads((golden_dir / "nano_continuations.json").read_text())[kind][0]
+def test_nano_writes_the_golden_text(engine, continuations, kind, spec):
+    case = continuations[kind][0]
     wanted = case["greedy_ids"][:12]
     steps = engine("nano").generate(case["prompt"], SamplingParams(temperature=0, max_tokens=len(wanted)), spec=spec)
     assert [step.token for step in steps] == wanted
@@ -248,7 +248,7 @@ def test_speculation_never_changes_a_bit(engine, name, specs):
         assert run(spec) == plain, spec
 
 
-def test_a_snapshot_goes_on_with_the_same_bits(small, one_by_one, tmp_path):
+def test_a_snapshot_goes_on_with_the_same_bits(small, one_by_one):
     tokens, logits, _, states = one_by_one
     with small.session() as session:
         session.forward(tokens[:19])
@@ -263,7 +263,7 @@ def test_a_snapshot_goes_on_with_the_same_bits(small, one_by_one, tmp_path):
 @pytest.mark.parametrize("held", [4, 9])
 def test_staged_experts_give_the_same_bits(engine, one_by_one, held):
     """Slots for few experts: copies on the copy stream, made as late as somebody waits for them."""
-    tokens, logits, hidden, states = one_by_one
+    tokens, logits, _, states = one_by_one
     nbytes = expert_bytes(engine("tiny-m").config)
     staged = engine("tiny-m", expert_cache=held * nbytes)
     with staged.session() as session:

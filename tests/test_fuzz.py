@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dsv4
-from dsv4.gate import make_rule
 from dsv4.errors import Dsv4Error
+from dsv4.gate import make_rule
 from dsv4.session import forward_all
 from dsv4.snapshot import Snapshot
 from dsv4.speculate import Speculator
@@ -57,7 +57,7 @@ class Player:
     def junk(self, n):
         return self.rng.integers(0, self.engine.config.vocab_size, n).tolist()
 
-    def follow(self, position_logits, position):
+    def follow(self, _, position):
         """choose() of a verification: the baseline's next token."""
         return self.clean.tokens[min(position, len(self.clean.tokens) - 1)]
 

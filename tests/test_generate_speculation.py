@@ -1,7 +1,6 @@
 """More than one token per step: whatever ends a generation, the answer is exactly plain decoding's."""
 
 import dataclasses
-import json
 from collections import Counter
 
 import pytest
@@ -17,12 +16,6 @@ SPECS = ("always", "gate", "fixed:2")
 @pytest.fixture(scope="module")
 def nano(engine):
     return engine("nano", threads=2, chunk=130, max_sessions=3, max_context=512)
-
-
-@pytest.fixture(scope="module")
-def prompts(golden_dir):
-    text = json.loads((golden_dir / "nano_continuations.json").read_text())
-    return {kind: [case["prompt_ids"] for case in text[kind]] for kind in KINDS}
 
 
 def answer(engine, prompt, spec, **params) -> dict:

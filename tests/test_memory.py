@@ -70,7 +70,7 @@ def test_own_memory_counts_what_is_written_and_not_what_is_mapped(tmp_path):
 
 @linux
 def test_nano_stays_within_its_plan():
-    own, state, weights = measured("nano", 8000, 8)
+    own, state, _ = measured("nano", 8000, 8)
     assert state > 50e6 and own < state + BEYOND
 
 

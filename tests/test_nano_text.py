@@ -1,7 +1,5 @@
 """The embedded model's greedy text against an independent implementation's (golden/nano_continuations.json)."""
 
-import json
-
 import pytest
 
 import dsv4
@@ -17,8 +15,8 @@ def engine():
 
 
 @pytest.mark.parametrize("kind", ["repeat", "code", "math", "prose"])
-def test_greedy_text_leaves_the_golden_only_at_near_ties(engine, golden_dir, kind):
-    for golden in json.loads((golden_dir / "nano_continuations.json").read_text())[kind]:
+def test_greedy_text_leaves_the_golden_only_at_near_ties(engine, continuations, kind):
+    for golden in continuations[kind]:
         assert engine.tokenizer.encode_prompt(golden["prompt"]) == golden["prompt_ids"]
         expected = golden["greedy_ids"]
         params = SamplingParams(temperature=0, max_tokens=len(expected), ignore_eos=True, logprobs=20)

@@ -23,7 +23,6 @@ from dsv4.split import Split
 from dsv4.weights import check, expert_tensors
 
 
-
 def opened(directory, path, rank=0, size=1):
     config, checkpoint = ModelConfig.load(directory), Checkpoint(directory)
     split = Split.of(config, rank, size)

@@ -1,7 +1,6 @@
 """Prefix reuse: a request that goes on from a kept state gives what it gives from nothing, drafts included."""
 
 import dataclasses
-import json
 import warnings
 
 import numpy as np
@@ -26,9 +25,8 @@ def nano(engine):
 
 
 @pytest.fixture(scope="module")
-def text(golden_dir):
-    cases = json.loads((golden_dir / "nano_continuations.json").read_text())
-    return [cases[kind][0]["prompt_ids"] for kind in ("prose", "code", "math", "repeat")]
+def text(prompts):
+    return [prompts[kind][0] for kind in ("prose", "code", "math", "repeat")]
 
 
 def ask(scheduler, tokens, params=GREEDY):
@@ -236,7 +234,7 @@ def test_what_is_no_file_is_passed_over(nano, text, tmp_path):
     assert len(again) == 1 and (tmp_path / "a.prefix").is_dir()
 
 
-def test_places_that_cannot_be_written(nano, text, tmp_path, monkeypatch):
+def test_places_that_cannot_be_written(nano, text, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StateError, match="prefix_dir .*expected a directory"):
         PrefixStore(nano, 1 << 20, tmp_path / "file" / "below")

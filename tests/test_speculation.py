@@ -1,6 +1,5 @@
 """Speculation never changes a token: every way of drafting and verifying gives plain decoding's tokens, logits and state."""
 
-import json
 
 import numpy as np
 import pytest
@@ -22,13 +21,6 @@ RANDOM = {"tiny-m": [1, 2, 3, 5, 15, 16, 17, 33, 66, 130], "tiny-a": [4, 31, 32,
 
 def open_rule(name):
     return make_rule(name, 5)
-
-
-@pytest.fixture(scope="module")
-def prompts(golden_dir):
-    """{kind: [token ids]} of real nano text."""
-    text = json.loads((golden_dir / "nano_continuations.json").read_text())
-    return {kind: [case["prompt_ids"] for case in text[kind]] for kind in KINDS}
 
 
 def run(engine, prompt, speculator, n):
