@@ -1,8 +1,10 @@
 """The walls of the architecture: who may import whom, and how large a file may grow."""
 
 import ast
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,18 @@ def test_checkpoint_names_live_in_one_place():
             text = path.read_text(encoding="utf-8")
             for name in ("ffn.experts", "attn.wq_a", "hc_attn_fn", "shared_experts.w"):
                 assert name not in text, (path, name)
+
+
+def test_the_page_of_the_architecture_has_every_module():
+    page = ROOT / "docs" / "architecture.md"
+    if not page.exists():
+        pytest.skip("needs a checkout")
+    cells = re.findall(r"^\| (`.*?) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    listed = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    for name in (path.relative_to(PACKAGE).as_posix() for path in SOURCES if path != PACKAGE / "__init__.py"):
+        assert any(name.startswith(one) if one.endswith("/") else fnmatch(name, one) for one in listed), name
+    for one in listed:
+        assert list((ROOT / "dsv4").glob(one)) if "*" in one else (ROOT / "dsv4" / one).exists(), one
 
 
 def test_files_stay_readable():
