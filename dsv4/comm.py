@@ -169,20 +169,22 @@ class Mpi(Communicator):
     """
 
     DATA, BEAT, FAILURE = 1, 2, 3  # tags
-    opened = False  # whether this process has tried to meet the others: MPI starts only once
+    opened = False  # whether this process has met the others, which happens once
     EAGER, PATIENT = 2000, 100  # tests before a waiting rank sleeps between them; and where cores are shared
 
     def __init__(self, world: World) -> None:
         """Raises BackendError where mpi4py is missing, or belongs to another MPI than the launcher."""
         super().__init__()
-        Mpi.opened = True
         with suppress(ConfigError):  # a wrong value is an error of the settings, and reported with them
             self.patience = float(init_timeout())
         # MPI starts when all ranks have come, and holds the interpreter meanwhile: only this can end a wait in vain.
         faulthandler.dump_traceback_later(self.patience, exit=True, file=2)
-        self.mpi = _import_mpi(world)
-        self.comm = self.mpi.COMM_WORLD.Dup()
-        faulthandler.cancel_dump_traceback_later()
+        try:
+            self.mpi = _import_mpi(world)
+            self.comm = self.mpi.COMM_WORLD.Dup()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        Mpi.opened = True
         self.rank, self.size = world.rank, world.size
         self._lock = threading.Lock()  # around every call of MPI
         self._said = threading.Lock()  # taken by the one thread that ends the job

@@ -1,5 +1,7 @@
 """Communicators: the same sums, in the same order, by every transport that can run here (MPI: test_mpi.py)."""
 
+import faulthandler
+import sys
 import threading
 
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from comm_body import body, parts_of, tree
 from fake_nccl import cupy_with_nccl, on_device
 
-from dsv4.comm import Nccl, RankError, Single, Threads
+from dsv4.comm import Nccl, RankError, Single, Threads, open_communicator
+from dsv4.config import World
 from dsv4.errors import BackendError
 
 
@@ -85,3 +88,15 @@ def test_traffic_is_counted():
     y = np.ones((2, 10), np.float32)
     run_all([lambda comm=comm: comm.sum_parts(y, 4) for comm in comms])
     assert [(c.traffic.messages, c.traffic.bytes, c.traffic.sums) for c in comms] == [(2, 160, 1)] * 4
+
+
+def test_where_mpi4py_is_missing_nothing_is_left_behind(monkeypatch):
+    """The clock that would end a wait for the others is stopped, and the next try fails for the same reason."""
+    armed = []
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: armed.append(True))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", armed.clear)
+    for _ in range(2):
+        with pytest.raises(BackendError, match="mpi4py cannot be loaded"):
+            open_communicator(World(0, 2))
+        assert not armed
