@@ -19,6 +19,7 @@ from click.core import ParameterSource
 
 from .config import CONTEXT, RunConfig, World
 from .errors import BackendError, InputError
+from .files import replaceable
 from .sizes import parse_size
 
 
@@ -150,14 +151,7 @@ def _read_text(name: str) -> str:
 
 def check_place(path: Path | None, what: str) -> None:
     """Raise InputError for a file that could not be written, before a load that may take minutes. Only rank 0 writes."""
-    if path is None or World.from_env().rank:
-        return
-    try:
-        place = path if path.exists() else path.parent
-        fits = path.parent.is_dir() and not path.is_dir() and os.access(place, os.W_OK)
-    except OSError:  # a name that no file can have
-        fits = False
-    if not fits:
+    if path is not None and not World.from_env().rank and not replaceable(path):
         raise InputError(f"{path}: expected a place to write {what} to, found none")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,3 +31,15 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replaceable(path: str | os.PathLike) -> bool:
+    """Whether replacing(path) can write: for a file its directory must exist and be writable, as the new one begins there."""
+    try:
+        path = Path(os.path.realpath(path))
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+    return not stat.S_ISDIR(mode) and os.access(path.parent if stat.S_ISREG(mode) else path, os.W_OK)

@@ -3,10 +3,11 @@
 import os
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
-from dsv4.files import replacing
+from dsv4.files import replaceable, replacing
 
 
 def test_replaced_whole_or_not_at_all(tmp_path):
@@ -44,3 +45,20 @@ def test_pipes_and_devices_stay_what_they_are(tmp_path):
     with replacing("/dev/null") as file:
         file.write(b"nowhere")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_what_can_be_replaced(tmp_path, monkeypatch):
+    """By what replacing() needs: a directory that takes another file. The file itself may be read-only."""
+    for name in ("read-only", "closed/file"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"old")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "closed" / "new")
+    denied = {tmp_path / "read-only", tmp_path / "closed"}
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in denied and Path(path).exists())
+    found = {name: replaceable(tmp_path / name) for name in ("read-only", "new", "pipe", "closed/file", "link", "no/x", "closed", "x" * 300)}
+    assert found == {
+        "read-only": True, "new": True, "pipe": True, "closed/file": False, "link": False, "no/x": False, "closed": False,
+        "x" * 300: False,
+    }  # fmt: skip
+    assert not replaceable("a\0b")

@@ -10,6 +10,7 @@ import click
 
 from ..cli_support import Bars, FiniteRange, check_place, console, engine_options, given, model_option, say
 from ..config import World
+from ..files import replacing
 
 BUSY = "dsv4.bench.busy"  # the key of a command's context
 
@@ -267,7 +268,8 @@ def cuda_command(like, device, as_json, output):
         records = measure(ops, config, progress=bars)
     text = json.dumps(records, indent=1)
     if output:
-        output.write_text(text + "\n", encoding="utf-8")
+        with replacing(output) as file:
+            file.write(f"{text}\n".encode())
     if as_json:
         say(text)
     else:

@@ -14,6 +14,7 @@ from ..cli_support import console
 from ..determinism import prompts
 from ..engine import Engine
 from ..errors import ConfigError, InputError, install
+from ..files import replacing
 from ..gate import Bucket
 from ..gate.calibration import known_outcomes
 from ..generate import complete
@@ -178,4 +179,5 @@ def plot(pyplot: Any, records: list[dict], path: Path) -> None:
     right.plot([0, 1], [0, 1], linestyle=":", color="grey")
     right.scatter([r["expected"] for r in seen], [r["match_rate"] for r in seen], s=[10 + r["n"] ** 0.5 * 8 for r in seen])
     right.set(xlabel="sigmoid(confidence)", ylabel="accepted", xlim=(0, 1.02), ylim=(0, 1.02), title="Confidence and acceptance")
-    figure.savefig(path, format="png")  # whatever the name ends with
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
