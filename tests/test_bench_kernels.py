@@ -110,8 +110,9 @@ def test_layers():
 
 
 def test_prefill():
-    found = sound(prefill(NANO, [2], 1, context=300, rows=64))
-    assert [r["name"] for r in found] == ["layer, window only", "layer, ratio 4", "layer, ratio 16"]
+    found = sound(prefill(NANO, [1, 2], 1, context=300, rows=64))
+    kinds = ["layer, window only", "layer, ratio 4", "layer, ratio 16"]
+    assert [(r["threads"], r["name"]) for r in found] == [(n, name) for n in (1, 2) for name in kinds]
     assert all(r["ratio"] == pytest.approx(r["gflops"] / r["matmul_gflops"]) for r in found)
 
 
@@ -143,13 +144,19 @@ def test_the_layer_measured_computes_finite_numbers_with_the_experts_asked_for(r
 
 @pytest.mark.parametrize("command", ["experts", "layer", "prefill"])
 def test_commands(command, capsys):
-    options = ["bench", command, "--like", "nano", "--experts", "12", "--threads", "1", "--repeats", "1"]
+    options = ["bench", command, "--like", "nano", "--threads", "1", "--repeats", "1"]
     assert main([*options, "--json"]) == 0
     records = sound(json.loads(capsys.readouterr().out))
     assert all({"cpu", "cores", "like"} <= set(r) for r in records)
     assert main(options) == 0
     assert "GB/s" in capsys.readouterr().out
     assert main(["bench", command, "--threads", "0"]) == 2
+
+
+def test_prefill_takes_a_number_of_experts(capsys):
+    assert main(["bench", "prefill", "--like", "nano", "--experts", "12", "--threads", "1", "--repeats", "1", "--json"]) == 0
+    assert {r["experts"] for r in json.loads(capsys.readouterr().out)} == {12}
+    assert main(["bench", "experts", "--experts", "12"]) == 2  # would change nothing
 
 
 def test_tables_are_plain_text(capsys, monkeypatch):
@@ -159,12 +166,12 @@ def test_tables_are_plain_text(capsys, monkeypatch):
     out = console()
     out.print("model[dim] 3.5", Table("a", title="b"))
     assert out.width == 200 and capsys.readouterr().out.startswith("model[dim] 3.5")
-    assert main(["bench", "experts", "--like", "nano", "--experts", "12", "--threads", "1", "--repeats", "1"]) == 0
+    assert main(["bench", "experts", "--like", "nano", "--threads", "1", "--repeats", "1"]) == 0
     assert "GB/s" in (text := capsys.readouterr().out) and "\x1b" not in text
 
 
 def test_a_busy_machine_is_named(monkeypatch, capsys):
-    options = ["bench", "experts", "--like", "nano", "--experts", "12", "--threads", "1", "--repeats", "1"]
+    options = ["bench", "experts", "--like", "nano", "--threads", "1", "--repeats", "1"]
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     for load, words in ((2.0, ""), (2.6, "this machine is busy (load average 2.6, 2 cores)")):
         monkeypatch.setattr(machine.os, "getloadavg", lambda load=load: (load, 9.0, 9.0), raising=False)

@@ -142,23 +142,27 @@ def serve(ctx, model, sequences, tokens, repeats, clients, seconds, as_json, set
         ctx.exit(1)
 
 
-def _kernel_options(command):
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of a table."),
-        click.option("--repeats", type=click.IntRange(min=1), metavar="N", help="How many calls are timed; their median counts."),
-        click.option(
-            "--threads", callback=_counts, metavar="N,N,…", help="Numbers of threads to measure with. Default: 1, and one per core."
-        ),
-        click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Routed experts of a layer."),
-        click.option(
-            "--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="The model whose sizes are used."
-        ),
-    ):
-        command = option(command)
-    return command
+def _kernel_options(threads: str = "1, and one per core"):
+    """Options of the commands that measure kernels. threads: what they measure with by default."""
+
+    def add(command):
+        for option in (
+            click.option("--json", "as_json", is_flag=True, help="Print a JSON list of records instead of a table."),
+            click.option("--repeats", type=click.IntRange(min=1), metavar="N", help="How many calls are timed; their median counts."),
+            click.option(
+                "--threads", callback=_counts, metavar="N,N,…", help=f"Numbers of threads to measure with. Default: {threads}."
+            ),
+            click.option(
+                "--like", default="real", show_default=True, metavar="real|nano|CONFIG.json", help="The model whose sizes are used."
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return add
 
 
-def _measure_kernels(measure, like: str, experts: int | None, repeats: int | None, as_json: bool, threads) -> None:
+def _measure_kernels(measure, like: str, repeats: int | None, as_json: bool, threads, experts: int | None = None) -> None:
     from ..synth import Recipe, read_config
     from . import machine
 
@@ -173,7 +177,7 @@ def _measure_kernels(measure, like: str, experts: int | None, repeats: int | Non
 
 
 @bench.command("experts", short_help="Routed experts and the indexer, beside memory bandwidth.")
-@_kernel_options
+@_kernel_options()
 def experts_command(**options):
     """Measure routed experts and the indexer, cold in memory, beside the speed at which memory can be read.
 
@@ -198,7 +202,7 @@ def experts_command(**options):
 
 
 @bench.command("staging", short_help="How fast experts are read from files.")
-@_kernel_options
+@_kernel_options()
 def staging_command(**options):
     """Measure how fast experts are read into a staging buffer, from a checkpoint's shards and from a packed copy.
 
@@ -215,7 +219,7 @@ def staging_command(**options):
 
 
 @bench.command("layer", short_help="A whole layer of every kind.")
-@_kernel_options
+@_kernel_options()
 def layer_command(**options):
     """Measure a whole layer of every kind after 8,192 positions, and project the whole model from them.
 
@@ -231,7 +235,8 @@ def layer_command(**options):
 
 
 @bench.command("prefill", short_help="512 rows through a layer.")
-@_kernel_options
+@_kernel_options("one per core")
+@click.option("--experts", type=click.IntRange(min=1), metavar="N", help="Routed experts of a layer. Default: the model's.")
 def prefill_command(**options):
     """Measure 512 rows through a layer with all its experts, beside NumPy's float32 matrix product. Takes 4 GB.
 

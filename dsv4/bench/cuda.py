@@ -25,6 +25,7 @@ from ..plan import index_key_bytes, key_bytes
 from . import machine
 from .experts import expert_bytes, random_expert
 from .layers import CONTEXT, Bench, Slice
+from .timing import seconds
 
 BARS = {"fp4 experts": 0.70, "fp8 linear": 0.70, "attention": 0.50, "prefill": 0.35}  # the ratio to reach, by the name's start
 DRAFTED = 5
@@ -304,15 +305,9 @@ def layers(card: Card, c: ModelConfig) -> list[dict]:
             })  # fmt: skip
     part = Slice(c, ratios, experts_, s.layer_context, ops, most)
     for rows in range(1, most + 1):
-        taken = _waited(partial(part.forward, rows), s.repeats)
+        taken = seconds(partial(part.forward, rows), s.repeats)
         found.append({"name": f"{len(ratios)} layers, verify {rows - 1}", "rows": rows, "seconds": taken, "context": s.layer_context})
     return found
-
-
-def _waited(run: Callable[[int], object], repeats: int) -> float:
-    from .timing import seconds
-
-    return seconds(run, repeats)
 
 
 PARTS = {"linears": linears, "experts": experts, "attention": attention, "indexer": indexer, "between": between, "layers": layers}

@@ -1,4 +1,4 @@
-"""Whole decoder layers of the real size with random weights, and what they make of the whole model."""
+"""Whole decoder layers of the real size with random weights, and the speed of the whole model that follows from them."""
 
 from __future__ import annotations
 
@@ -184,10 +184,13 @@ def prefill(
     config: ModelConfig, threads: Sequence[int] | None = None, repeats: int = 3, progress: Callable | None = None,
     context: int = CONTEXT, rows: int = PREFILL,
 ) -> list[dict]:  # fmt: skip
-    """Many rows through a layer with all its experts, beside a float32 matrix product of as many operations."""
-    found = []
-    n, ratios = thread_counts(threads)[-1], sorted(set(config.compress_ratios))
-    for number, ratio in enumerate(ratios):
+    """Many rows through a layer with all its experts, beside a float32 matrix product of as many operations.
+
+    threads: None measures with as many as this process may use.
+    """
+    found, ratios = [], sorted(set(config.compress_ratios))
+    runs = [(n, ratio) for n in threads or thread_counts(None)[-1:] for ratio in ratios]
+    for number, (n, ratio) in enumerate(runs, 1):
         ops, speed = open_ops("cpu", threads=n), bandwidth(n)
         bench = Bench(config, ratio, config.n_routed_experts, context, ops, rows)
         taken = bench.time([np.arange(rows) + i for i in range(2)], repeats)
@@ -199,5 +202,5 @@ def prefill(
             | {"ratio": rate / possible}
         )  # fmt: skip
         if progress:
-            progress("measure", number + 1, len(ratios))
+            progress("measure", number, len(runs))
     return found
