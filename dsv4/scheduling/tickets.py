@@ -38,6 +38,7 @@ class Ticket:
         self._cancel = cancel
         self._changed = threading.Condition()
         self._steps: list[Step] = []
+        self._awaited = False  # may somebody be waiting for more of them?
         self._over = threading.Event()
         self._reason: str | None = None
         self._numbers: dict[str, dict] = {}
@@ -53,6 +54,7 @@ class Ticket:
         seen = 0
         while True:
             with self._changed:
+                self._awaited = True  # before the look at the steps: put looks at it after it has added some
                 self._changed.wait_for(lambda: len(self._steps) > seen or self.done)
                 new = self._steps[seen:]
                 error = self._error
@@ -85,9 +87,10 @@ class Ticket:
     # ------------------------------------------------------------------ for the scheduler
     def put(self, steps: list[Step]) -> None:
         """More of the answer."""
-        with self._changed:
-            self._steps += steps
-            self._changed.notify_all()
+        self._steps += steps
+        if self._awaited:
+            with self._changed:
+                self._changed.notify_all()
 
     def end(self, reason: str | None, numbers: dict[str, dict], error: BaseException | None = None) -> None:
         """No more comes. The first end counts."""
