@@ -136,7 +136,8 @@ class Draft(Model):
         logits = logits.reshape(size, len(asks), -1)
         for place in range(size):
             previous = ops.embed(draft.markov_w1, tokens[place], 1)[:, 0]
-            logits[place] = scores = logits[place] + ops.linear(previous, draft.markov_w2)
+            scores = logits[place]
+            scores += ops.linear(previous, draft.markov_w2)
             tokens[place + 1], lead[place] = ops.best(scores)
             if choices:
                 chosen = [one.token(row, place) for one, row in zip(choices.values(), ops.to_host(scores[sampled]))]
@@ -144,10 +145,11 @@ class Draft(Model):
         previous = ops.embed(draft.markov_w1, tokens[:-1].reshape(-1), 1)[:, 0]
         confidence = ops.linear(np.concatenate([y, previous], axis=1), draft.confidence).reshape(size, -1)
         ids, lead, confidence = (ops.to_host(array).T for array in (tokens[1:], lead, confidence))
-        for i, place in np.argwhere(np.isnan(lead)).tolist():
+        for i, place in zip(*np.isnan(lead).nonzero()):
             if asks[i].choose is greedy:  # and says what is wrong with the first such logits
                 choices.setdefault(i, _Choice(asks[i], logits.shape[2])).token(ops.to_host(logits[place, i]), place)
-        blocks = [Drafted(ids[i], ops.to_host(logits[:, i]) if ask.logits else None, confidence[i]) for i, ask in enumerate(asks)]
+        wanted = [ops.to_host(logits[:, i]) if ask.logits else None for i, ask in enumerate(asks)]
+        blocks = list(map(Drafted, ids, wanted, confidence))
         return [choices[i].error or block if i in choices else block for i, block in enumerate(blocks)]
 
 

@@ -34,6 +34,7 @@ class Step:
         self.tokens = ops.table(rows.tokens)
         self.slots = ops.table(rows.slots)
         self.positions = ops.table(rows.positions)
+        self._ropes: dict[bool, Rope] = {}
         self._compression: dict[int, Compression] = {}
         self._all_places: dict[int, Any] = {}
 
@@ -52,13 +53,12 @@ class Step:
         """int32 [T, span]: where the rows' last `span` positions lie in rings of this capacity, their own included."""
         return self.ops.ring_places(self.slots, self.positions, span, capacity)
 
-    @cached_property
-    def _ropes(self) -> dict[bool, Rope]:
-        return {kind: self.ops.rope_angles(self.positions, theta) for kind, theta in self.pool.thetas.items()}
-
     def rope(self, ratio: int) -> Rope:
         """Rotation of the rows in a layer of this ratio: plain in window-only layers, YaRN in compressed ones."""
-        return self._ropes[ratio > 0]
+        kind = ratio > 0
+        if kind not in self._ropes:
+            self._ropes[kind] = self.ops.rope_angles(self.positions, self.pool.thetas[kind])
+        return self._ropes[kind]
 
     def compression(self, ratio: int) -> Compression:
         if ratio not in self._compression:
@@ -67,16 +67,18 @@ class Step:
 
     def _compress(self, ratio: int) -> Compression:
         ops, pool, rows = self.ops, self.pool, self.rows
-        complete = np.flatnonzero((rows.positions + 1) % ratio == 0)
+        after = rows.positions + np.int32(1)
+        visible = after // np.int32(ratio)
+        complete = (visible * np.int32(ratio) == after).nonzero()
         slots = ops.table(rows.slots[complete])
-        done = rows.positions[complete] // ratio
+        done = visible[complete] - np.int32(1)
         return Compression(
             where=self._ring_places(1, pool.ring_capacity(ratio)).reshape(-1),
             done_slots=slots,
             done=ops.table(done),
             done_places=pool.entry_places(ops.table(done[:, None]), slots, ratio)[:, 0],
             done_rope=ops.rope_angles(ops.table(done * np.int32(ratio)), pool.thetas[True]),
-            visible=ops.table((rows.positions + 1) // np.int32(ratio)),
+            visible=ops.table(visible),
         )
 
     def all_places(self, ratio: int):

@@ -67,6 +67,10 @@ class DeviceArray:
     def __add__(self, other) -> DeviceArray:
         return self._new(self.host + _operand(other))
 
+    def __iadd__(self, other) -> DeviceArray:
+        self.host += _operand(other)
+        return self
+
     # ------------------------------------------------------------------ what waits for the device
     def __int__(self) -> int:
         return int(self._read())
