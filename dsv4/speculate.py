@@ -137,7 +137,7 @@ class Round:
     """One step of a generation: what it settled, what was drafted for it, and how long it took."""
 
     before: np.ndarray  # [vocab]: what the committed token was chosen from
-    tokens: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()
     logits: np.ndarray | None = None  # float32 [len(tokens), vocab]
     drafted: Sequence[int] = ()  # the whole block; empty: nothing was drafted
     confidence: Sequence[float] = ()  # a logit for each of its tokens
@@ -197,9 +197,17 @@ class Speculator:
         if room < 1:
             raise InputError(f"room: expected at least 1 token to settle, found {room}")
         room = max(1, min(room, session.engine.max_context - session.position))  # at the very end the forward refuses
-        found = Round(before=logits)
-        if self.gate is not None and room > 1:
-            yield from self._draft(token, found)
+        found, gate = Round(logits), self.gate
+        if gate is not None and room > 1:
+            if gate.before_draft(found.margin if gate.reads_margin else None):
+                start = time.perf_counter()
+                block: Drafted = yield WantsDraft(token, self.choose)
+                found.drafted, found.confidence = block.ids.tolist(), block.confidence.tolist()
+                found.length = gate.choose(found.confidence)
+                found.draft_s = time.perf_counter() - start
+            else:
+                self.counters.margin_skipped_rounds += gate.skipped_by_margin
+            self.counters.skipped_rounds += found.length == 0
         length = found.length = min(found.length, room - 1)
         start = time.perf_counter()
         verified = yield from verifying(session, [token, *found.drafted[:length]], self.mode, self.choose)
@@ -208,27 +216,17 @@ class Speculator:
         self._learn(found)
         return found
 
-    def _draft(self, token: int, found: Round) -> Generator[Any, Any, None]:
-        if self.gate.before_draft(found.margin if self.gate.reads_margin else None):
-            start = time.perf_counter()
-            block: Drafted = yield WantsDraft(token, self.choose)
-            found.drafted, found.confidence = block.ids.tolist(), block.confidence.tolist()
-            found.length = self.gate.choose(found.confidence)
-            found.draft_s = time.perf_counter() - start
-        else:
-            self.counters.margin_skipped_rounds += self.gate.skipped_by_margin
-        self.counters.skipped_rounds += found.length == 0
-
     def _learn(self, found: Round) -> None:
-        self.counters.rounds += 1
-        self.counters.drafted += found.length
-        self.counters.accepted += found.accepted
-        if self.gate is not None:
-            self.gate.observe(1e3 * found.draft_s if found.drafted else None, found.length, 1e3 * found.verify_s)
+        counters, gate = self.counters, self.gate
+        counters.rounds += 1
+        counters.drafted += found.length
+        counters.accepted += found.accepted
+        if gate is not None:
+            gate.observe(1e3 * found.draft_s if found.drafted else None, found.length, 1e3 * found.verify_s)
             if found.drafted:
-                self.gate.record(found.confidence, found.length, found.accepted)
+                gate.record(found.confidence, found.length, found.accepted)
             else:
-                self.gate.record_skip()
+                gate.record_skip()
         if self.on_round:
             self.on_round(found)
 

@@ -47,7 +47,7 @@ def sigmoid(x: float) -> float:
 
 def known_outcomes(confidences: Sequence[float], n: int, accepted: int) -> list[tuple[float, bool]]:
     """(confidence, accepted?) of the tokens a round tells about: behind the first rejected one nothing is known."""
-    return [(confidence, i < accepted) for i, confidence in enumerate(confidences[: min(n, accepted + 1)])]
+    return list(zip(confidences[:n], (True,) * accepted + (False,)))
 
 
 def stepped(a: float, b: float, aa: float, ab: float, bb: float, pull_a: float, pull_b: float) -> tuple[float, float]:
