@@ -11,8 +11,8 @@ from .dspark import Ask, Span
 from .errors import CapacityError, ConfigError, InputError, StateError
 from .model import Output
 from .rows import Rows
-from .snapshot import Snapshot
 from .sampling import Choose, greedy
+from .snapshot import Snapshot
 from .speculate import Round, Speculator, Verified, verify
 
 if TYPE_CHECKING:
@@ -70,7 +70,11 @@ class Session:
         return forward_all([(self, tokens, wanted)])[0]
 
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
-        """Run a prompt in chunks → logits [vocab] after its last token. progress(done, total) after every chunk."""
+        """Run a prompt in chunks → logits [vocab] after its last token. progress(done, total) after every chunk.
+
+        Raises InputError for no tokens or ids outside the vocabulary, CapacityError where they do not fit the context,
+        StateError once closed.
+        """
         tokens = check_tokens(tokens, self.engine.config.vocab_size)
         if not tokens:
             raise InputError("prompt: expected at least one token, found none")
@@ -182,7 +186,7 @@ class Session:
         return other
 
     def snapshot(self) -> Snapshot:
-        """This state on its own, to restore later, elsewhere or from a file."""
+        """This state on its own, to restore later, elsewhere or from a file. Raises StateError once closed."""
         self.prime()
         arrays = self.engine.pool.export(self.slot, self.position)
         return Snapshot(self.engine.identity, np.array(self.tokens, np.int32), arrays)

@@ -175,7 +175,7 @@ def measure(
     if clients:
         records = [load(engine, clients, seconds, progress)]
     else:
-        texts(engine, tokens)  # that there is room for them
+        texts(engine, tokens)  # raises where they do not fit
         records = throughputs(engine, counts, tokens, repeats, progress)
     where = {"model": str(model), "threads": engine.run.threads, "chunk": engine.chunk, **machine.describe()}
     return [{**record, **where} for record in records]
@@ -197,7 +197,7 @@ def render(records: list[dict]) -> None:
     for r in (r for r in records if r["name"] == "load"):
         first = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in r["first_token_s"].items())
         out.print(f"{r['clients']} clients for {r['seconds']:.0f} s: {r['answered']} answers, {r['left']} left early, "
-                      f"{r['failed']} failed, {r['hung']} hung, {len(r['wrong'])} wrong")  # fmt: skip
+                  f"{r['failed']} failed, {r['hung']} hung, {len(r['wrong'])} wrong")  # fmt: skip
         out.print(f"{r['tokens_per_s']:,.0f} tok/s; ms to the first token: {first}")
         if r["memory_start_bytes"] is not None:
             out.print("MB of memory of its own, by tenths: " + " ".join(f"{b / 1e6:.1f}" for b in r["memory_bytes"]))

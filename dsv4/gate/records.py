@@ -71,10 +71,10 @@ def read_rounds(path: str | Path) -> Recording:
         raise InputError(f"{path}: block_size: expected an integer >= 1; found {block!r}")
     prompts = raw.get("prompts")
     if not isinstance(prompts, dict) or not prompts:
-        raise InputError(f"{path}: prompts: expected an object of lists of rounds, at least one")
+        raise InputError(f"{path}: prompts: expected an object of lists of rounds, at least one; found {prompts!r:.40}")
     for name, rounds in prompts.items():
         if not isinstance(rounds, list) or not rounds:
-            raise InputError(f"{path}: prompts: {name}: expected a list of rounds, at least one")
+            raise InputError(f"{path}: prompts: {name}: expected a list of rounds, at least one; found {rounds!r:.40}")
     read = {
         name: tuple(_round(one, block, f"{path}: prompts: {name}: round {i}") for i, one in enumerate(rounds))
         for name, rounds in prompts.items()
