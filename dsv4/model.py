@@ -20,8 +20,15 @@ class Output(NamedTuple):
     """What a forward returns for its n wanted rows; logits and best on the host."""
 
     logits: np.ndarray | None  # float32 [n, vocab]; None on ranks other than 0, as is best
-    main_hidden: Any | None  # float32 [n, targets · d], where the backend computes; None where the checkpoint has no draft
     best: list[int] | None  # the token of each row's largest logit, the lowest where equal; −1 where one is not finite
+    places: Any  # int32 [n]: where the pool keeps the rows' main hidden
+    kept: Any | None  # the pool's main hidden; None where the checkpoint has no draft
+
+    @property
+    def main_hidden(self) -> Any | None:
+        """float32 [n, targets · d], where the backend computes; None without a draft. To be read while the pool keeps these
+        positions, as nothing is copied before: no step of a generation asks for it."""
+        return None if self.kept is None else self.kept[self.places]
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,15 @@ class Model:
                 raise InputError(f"layer {number}: expected finite values; found NaN or infinity in its output")
             if w.draft and number in c.dspark.target_layer_ids:
                 self.capture(h, c.dspark.target_layer_ids.index(number), step, pool)
-        y = ops.hc_head(h if len(step.rows.wanted) == len(step) else h[wanted], w.hc_head)
+        places, kept = step.window_where, pool.hidden if w.draft else None
+        if len(step.rows.wanted) < len(step):
+            h, places = h[wanted], places[wanted]
+        y = ops.hc_head(h, w.hc_head)
         logits = self.logits(ops.rmsnorm(y, w.norm, c.rms_norm_eps))
-        hidden = pool.hidden[step.window_where[wanted]] if w.draft else None
         if logits is None:
-            return Output(None, hidden, None)
+            return Output(None, None, places, kept)
         best, lead = (ops.to_host(x) for x in ops.best(logits))
-        return Output(ops.to_host(logits), hidden, np.where(np.isnan(lead), np.int32(-1), best).tolist())
+        return Output(ops.to_host(logits), np.where(np.isnan(lead), np.int32(-1), best).tolist(), places, kept)
 
     def logits(self, x: Any) -> Any | None:
         """x [n, d] → [n, vocab] on rank 0; None elsewhere."""

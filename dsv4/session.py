@@ -242,8 +242,7 @@ def forward_all(parts: Sequence[tuple[Session, Sequence[int] | np.ndarray, objec
     output, found, at = engine.forward(rows), [], 0
     for (session, _, _), (_, _, ids, wanted) in zip(parts, runs):
         own = slice(at, at + len(wanted))
-        hidden = None if output.main_hidden is None else output.main_hidden[own]
-        found.append(Output(output.logits[own], hidden, output.best[own]))
+        found.append(Output(output.logits[own], output.best[own], output.places[own], output.kept))
         session.tokens += ids
         session.logits = found[-1].logits[-1] if wanted and wanted[-1] == len(ids) - 1 else None
         at = own.stop

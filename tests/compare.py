@@ -35,12 +35,13 @@ def state_of(session) -> dict:
 def decoded_alone(session, tokens) -> tuple:
     """What invariants are held against: tokens, one forward each → (tokens, logits, main hidden, the state before the first
     and after every one)."""
-    outputs, states = [], [state_of(session)]
+    logits, hidden, states = [], [], [state_of(session)]
     for token in tokens:
-        outputs.append(session.forward([token]))
+        output = session.forward([token])
+        logits.append(output.logits)
+        hidden.append(session.engine.model.ops.to_host(output.main_hidden))
         states.append(state_of(session))
-    hidden = np.concatenate([session.engine.model.ops.to_host(o.main_hidden) for o in outputs])
-    return tokens, np.concatenate([o.logits for o in outputs]), hidden, states
+    return tokens, np.concatenate(logits), np.concatenate(hidden), states
 
 
 def same_state(found: dict, expected: dict, what="state") -> None:

@@ -41,8 +41,10 @@ def trace(engine, length=100) -> dict[str, np.ndarray]:
     tokens = rng.integers(0, engine.config.vocab_size, length).tolist()
     with engine.session() as session, engine.session() as neighbour:
         neighbour.forward(tokens[:7])
-        out["prompt"], out["prompt hidden"] = session.forward(tokens[: length - 9], "all")[:2]
-        out["decode"], out["decode hidden"] = session.forward(tokens[length - 9 : length - 8])[:2]
+        prompt = session.forward(tokens[: length - 9], "all")
+        out["prompt"], out["prompt hidden"] = prompt.logits, prompt.main_hidden
+        decode = session.forward(tokens[length - 9 : length - 8])
+        out["decode"], out["decode hidden"] = decode.logits, decode.main_hidden
         out["verify rows"] = session.forward(tokens[length - 8 : length - 2], "all").logits
         session.rewind(length - 6)
         out["after rewind"] = session.decode(tokens[length - 6])

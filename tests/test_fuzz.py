@@ -24,15 +24,15 @@ class Clean:
             outputs = []
             with engine.session() as session:
                 for start in range(0, len(tokens), 256):
-                    outputs.append(session.forward(tokens[start : start + 256], "all"))
+                    output = session.forward(tokens[start : start + 256], "all")
+                    outputs.append((output.logits, output.main_hidden))
             self.drafts = {}
             with engine.session() as session:
                 for at, token in enumerate(tokens if drafts else ()):
                     if at:
                         self.drafts[at] = session.draft(token)
                     session.decode(token)
-        self.logits = np.concatenate([o.logits for o in outputs])
-        self.hidden = np.concatenate([o.main_hidden for o in outputs])
+        self.logits, self.hidden = map(np.concatenate, zip(*outputs))
 
 
 def bits(a, b, what):

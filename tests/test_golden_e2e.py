@@ -77,11 +77,14 @@ def run_prompt(model, case):
     length = len(prompt)
     pool = open_pool(model, length + len(tokens), headroom=length)
     slot = 0
-    outputs = [model.forward(Step(model.ops, pool, Rows.of(slot, 0, prompt)), pool)]
+    output = model.forward(Step(model.ops, pool, Rows.of(slot, 0, prompt)), pool)
+    logits, hidden = [output.logits], [output.main_hidden]
     block = np.stack([h[-1] for h in model.blocks])
     for i, token in enumerate(tokens[:-1]):
-        outputs.append(model.forward(Step(model.ops, pool, Rows.of(slot, length + i, [token])), pool))
-    return np.concatenate([o.logits for o in outputs]), np.concatenate([o.main_hidden for o in outputs]), block
+        output = model.forward(Step(model.ops, pool, Rows.of(slot, length + i, [token])), pool)
+        logits.append(output.logits)
+        hidden.append(output.main_hidden)
+    return np.concatenate(logits), np.concatenate(hidden), block
 
 
 def expected(case):

@@ -47,11 +47,12 @@ def test_repeated_runs_and_thread_counts(name, threads, engine):
     results = []
     for count in (2, threads, threads):
         with engine(name, threads=count, chunk=ROWS, max_sessions=4, max_context=512).session() as session:
-            results.append((session.forward(tokens, "all"), session.decode(int(tokens[0])), state_of(session)))
-    for output, decoded, state in results[1:]:
-        same_outputs(output, results[0][0].logits, results[0][0].main_hidden, f"{threads} threads")
-        same_bits(decoded, results[0][1], "decode")
-        same_state(state, results[0][2])
+            output = session.forward(tokens, "all")
+            results.append((output.logits, output.main_hidden, session.decode(int(tokens[0])), state_of(session)))
+    for one in results[1:]:
+        for found, expected, what in zip(one, results[0], ("logits", "main hidden", "decode")):
+            same_bits(found, expected, f"{threads} threads {what}")
+        same_state(one[3], results[0][3])
 
 
 # ---------------------------------------------------------------------- 2: row

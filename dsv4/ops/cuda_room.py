@@ -73,10 +73,10 @@ def _experts(c: ModelConfig, split: Split, rows: int) -> int:
 
 
 def _head(c: ModelConfig, split: Split, rows: int) -> int:
-    """Logits of all rows, joined from all ranks, the main hidden; or a draft's, with what one place adds to them."""
+    """Logits of all rows, joined from all ranks; or a draft's, with what one place adds to them."""
     drafts = ceil(rows, c.dspark.block_size) if c.dspark else 1
     joined = rows if split.size > 1 else 0
-    row = _streams(c) + 2 * c.hidden_size + c.main_hidden_size + c.vocab_size
+    row = _streams(c) + 2 * c.hidden_size + c.vocab_size
     return rows * row + max(joined, drafts) * c.vocab_size
 
 
