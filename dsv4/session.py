@@ -239,13 +239,14 @@ def forward_all(parts: Sequence[tuple[Session, Sequence[int] | np.ndarray, objec
         # Before the forward: one that is cut short may have written over what a deeper rewind would need.
         session._oldest = max(session._oldest, start + len(ids) - engine.pool.headroom)
         engine.pool.reserve(slot, start + len(ids))
-    output, found, at = engine.forward(rows), [], 0
+    logits, best, places, kept = engine.forward(rows)
+    found, at = [], 0
     for (session, _, _), (_, _, ids, wanted) in zip(parts, runs):
-        own = slice(at, at + len(wanted))
-        found.append(Output(output.logits[own], output.best[own], output.places[own], output.kept))
+        end = at + len(wanted)
+        found.append(Output(logits[at:end], best[at:end], places[at:end], kept))
         session.tokens += ids
-        session.logits = found[-1].logits[-1] if wanted and wanted[-1] == len(ids) - 1 else None
-        at = own.stop
+        session.logits = logits[end - 1] if wanted and wanted[-1] == len(ids) - 1 else None
+        at = end
     return found
 
 
