@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 
 import click
 import numpy as np
@@ -18,7 +19,7 @@ accounting_option = click.option(
     help="What a round is charged that drafts but verifies nothing. honest: draft and plain step; published: plain step.",
 )  # fmt: skip
 costs_option = click.option(
-    "--costs", nargs=4, type=float, metavar="DRAFT BASE SLOPE PLAIN", default=(196, 300, 109, 303), show_default=True,
+    "--costs", nargs=4, type=float, metavar="DRAFT BASE SLOPE PLAIN", default=astuple(Costs()), show_default=True,
     callback=lambda context, option, given: _costs(*given),
     help="Milliseconds charged for a draft, for verifying n tokens (BASE + n SLOPE) and for a plain step. Default: those at "
     "which the published rule was measured.",

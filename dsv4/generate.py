@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .errors import InputError
-from .gate import DEFAULT, Costs, make_rule
+from .gate import Costs, make_rule, rule_of
 from .sampling import SamplingParams, chooser, token_logprobs
 from .session import check_tokens
 from .speculate import Round, Speculator, granting
@@ -133,7 +133,7 @@ def speculator(
     the name of a rule. A checkpoint without a draft decodes plainly. costs: by default those the engine measures."""
     gate = None
     if spec != "off":
-        rule = {"gate": DEFAULT if engine.gate.on else "always"}.get(spec, spec)
+        rule = rule_of(engine.gate) if spec == "gate" else spec
         block = engine.config.dspark.block_size if engine.draft is not None else 1
         gate = make_rule(rule, block, engine.gate, costs=costs or engine.costs)
     if engine.draft is None:

@@ -166,7 +166,7 @@ class Session:
         """One round after the committed `token`: draft, choose a length, verify, commit. Settles at most `room` tokens.
 
         token, logits: the committed token and what it was chosen from, by default the greedy choice from the last
-        row's logits. speculator: by default greedy and gated by the default rule, the same for the session's life;
+        row's logits. speculator: by default greedy and gated as the engine's settings say, the same for the session's life;
         without a gate it decodes plainly.
         """
         engine = self._open()

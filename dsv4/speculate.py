@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Callable, Generator, NamedTuple, Sequence
 import numpy as np
 
 from .errors import InputError
-from .gate import DEFAULT, make_rule
+from .gate import make_rule, rule_of
 from .sampling import Choose, greedy
 
 if TYPE_CHECKING:
@@ -183,10 +183,10 @@ class Speculator:
 
     @classmethod
     def default(cls, engine: Engine) -> Speculator:
-        """Greedy, gated by the default rule where the engine has a draft."""
+        """Greedy, gated as the engine's settings say where it has a draft."""
         if engine.draft is None:
             return cls()
-        return cls(make_rule(DEFAULT, engine.config.dspark.block_size, engine.gate, costs=engine.costs))
+        return cls(make_rule(rule_of(engine.gate), engine.config.dspark.block_size, engine.gate, costs=engine.costs))
 
     def step(self, session: Session, token: int, logits: np.ndarray, room: int = 1 << 30) -> Round:
         """Settle 1 .. room tokens after the committed `token`, which was chosen from `logits` and not yet consumed."""

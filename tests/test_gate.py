@@ -140,14 +140,14 @@ def test_bucket_decays_before_recording_and_not_on_a_skip():
 
 def test_calibration_follows_outcomes_up_and_down():
     rule = make_rule("calibrated", BLOCK)
-    start = rule.calibration.chance(0.0)
+    start = rule.calibration.chances([0.0])[0]
     for _ in range(5):
         rule.record([0.0] * BLOCK, BLOCK, 0)
-    low = rule.calibration.chance(0.0)
+    low = rule.calibration.chances([0.0])[0]
     assert low < start - 0.1
     for _ in range(15):
         rule.record([0.0] * BLOCK, BLOCK, BLOCK)
-    assert rule.calibration.chance(0.0) > start + 0.1
+    assert rule.calibration.chances([0.0])[0] > start + 0.1
 
 
 @given(outcomes=st.lists(st.tuples(st.floats(-40, 40), st.booleans()), max_size=60), low=st.floats(-50, 50))
@@ -157,7 +157,8 @@ def test_chance_is_a_probability_that_rises(outcomes, low):
     for confidence, accepted in outcomes:
         learned.forget()
         learned.learn([(confidence, accepted)])
-    assert 0 <= learned.chance(low) <= learned.chance(low + 1) <= 1 and learned.a > 0
+    here, higher = learned.chances([low, low + 1])
+    assert 0 <= here <= higher <= 1 and learned.a > 0
 
 
 def test_online_learning_approaches_the_batch_fit():

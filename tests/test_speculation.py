@@ -1,6 +1,5 @@
 """Speculation never changes a token: every way of drafting and verifying gives plain decoding's tokens, logits and state."""
 
-
 import numpy as np
 import pytest
 from compare import same_bits, same_state, state_of
@@ -9,7 +8,7 @@ from variants import Files, drop_draft
 from dsv4 import Engine, dspark
 from dsv4.dspark import Ask, Span
 from dsv4.errors import CapacityError, ConfigError, Dsv4Error, InputError, StateError
-from dsv4.gate import make_rule
+from dsv4.gate import GateSettings, make_rule
 from dsv4.model import Model
 from dsv4.session import draft_all
 from dsv4.speculate import Speculator, greedy, margin
@@ -358,6 +357,13 @@ def test_drafts_guess_well_on_text_the_model_knows(engine, prompts):
     expected = {"repeat": 0.91, "code": 1.0, "math": 0.68, "prose": 0.98}  # an independent implementation's
     for kind in KINDS:
         assert abs(rates[kind] - expected[kind]) < 0.08, rates
+
+
+@pytest.mark.parametrize("on, rule", [(True, "Calibrated"), (False, "Fixed")])
+def test_a_session_speculates_as_the_settings_say(engine, on, rule, monkeypatch):
+    nano = engine("nano", **SETTINGS)
+    monkeypatch.setattr(nano, "gate", GateSettings(on=on))
+    assert type(Speculator.default(nano).gate).__name__ == rule
 
 
 def test_sessions_without_a_draft(engine, tmp_path, checkpoint_dir):

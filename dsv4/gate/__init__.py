@@ -6,9 +6,10 @@ It decides speed only. Whatever it chooses, the tokens are those of plain decodi
 from __future__ import annotations
 
 from .costs import Costs, Evidence, MeasuredCosts
-from .rules import DEFAULT, RULES, Bucket, Calibrated, Fixed, Rule, make_rule
+from .rules import DEFAULT, RULES, Bucket, Calibrated, Fixed, Rule, make_rule, rule_of
 from .settings import GateSettings
 
 __all__ = [
-    "DEFAULT", "RULES", "Bucket", "Calibrated", "Costs", "Evidence", "Fixed", "GateSettings", "MeasuredCosts", "Rule", "make_rule",
+    "DEFAULT", "RULES", "Bucket", "Calibrated", "Costs", "Evidence", "Fixed", "GateSettings", "MeasuredCosts", "Rule",
+    "make_rule", "rule_of",
 ]  # fmt: skip

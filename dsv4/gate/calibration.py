@@ -71,9 +71,6 @@ class Calibration:
         self.a, self.b = prior.a, prior.b
         self._aa, self._ab, self._bb = prior.a_precision, 0.0, prior.b_precision  # the belief's precision matrix
 
-    def chance(self, confidence: float) -> float:
-        return sigmoid(self.a * confidence + self.b)
-
     def chances(self, confidences: Sequence[float]) -> list[float]:
         a, b = self.a, self.b
         return [sigmoid(a * confidence + b) for confidence in confidences]

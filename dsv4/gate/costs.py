@@ -27,10 +27,10 @@ class Evidence:
 class Costs:
     """Milliseconds of a round's parts; only ratios matter. A verify takes verify_base_ms + n · verify_slope_ms."""
 
-    draft_ms: float = 196.0
-    verify_base_ms: float = 300.0
-    verify_slope_ms: float = 109.0
-    plain_ms: float = 303.0
+    draft_ms: float = GateSettings.draft_ms
+    verify_base_ms: float = GateSettings.verify_base_ms
+    verify_slope_ms: float = GateSettings.verify_slope_ms
+    plain_ms: float = GateSettings.plain_ms
 
     shared = False  # of a batch: `pays` says whether to draft
 

@@ -224,6 +224,11 @@ class Calibrated(Rule):
         self._skipped += 1  # choose forgets for all of them
 
 
+def rule_of(settings: GateSettings) -> str:
+    """The rule of spec "gate": the default one, or always where the settings turn the gate off."""
+    return DEFAULT if settings.on else "always"
+
+
 def make_rule(
     name: str, block: int, settings: GateSettings | None = None, prior: Prior = PRIOR, costs: Costs | None = None
 ) -> Rule:
