@@ -10,6 +10,19 @@ static inline float e8m0(uint8_t b)
     return r;
 }
 
+#ifndef V16_POWER
+/* x · 2^n of x near one, rounded once; n whole, of −150 to 128, or NaN */
+static inline v16 v16_power(v16 x, v16 n)
+{
+    /* 2^n in two halves, since n may be below −126 or above 127 */
+    v16 half = v16_round(v16_mul(n, v16_set1(0.5f)));
+    v16i bias = v16i_set1(127);
+    v16 first = v16i_float(v16i_shl(v16i_add(v16_to_int(half), bias), 23));
+    v16 second = v16i_float(v16i_shl(v16i_add(v16_to_int(v16_sub(n, half)), bias), 23));
+    return v16_mul(v16_mul(x, first), second);
+}
+#endif
+
 /* e^x to about 1 ulp. e^-inf = 0, large x gives inf, NaN stays NaN; subnormal results are rounded once. */
 static inline v16 v16_exp(v16 x)
 {
@@ -24,10 +37,5 @@ static inline v16 v16_exp(v16 x)
     p = v16_fma(p, r, v16_set1(0x1.fffff8p-2f));
     p = v16_fma(p, r, v16_set1(1.0f));
     p = v16_fma(p, r, v16_set1(1.0f));
-    /* 2^n in two halves, since n may be below −126 or above 127 */
-    v16 half = v16_round(v16_mul(n, v16_set1(0.5f)));
-    v16i bias = v16i_set1(127);
-    v16 first = v16i_float(v16i_shl(v16i_add(v16_to_int(half), bias), 23));
-    v16 second = v16i_float(v16i_shl(v16i_add(v16_to_int(v16_sub(n, half)), bias), 23));
-    return v16_mul(v16_mul(p, first), second);
+    return v16_power(p, n);
 }
