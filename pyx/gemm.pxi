@@ -190,9 +190,11 @@ cdef class MoeScratch:
 
     def __cinit__(self, Bank bank, int64_t rows, int64_t k, int64_t parts, int slices, int threads):
         cdef int64_t entries = rows * (k + 1), total = 0, uses
-        # Where there are few jobs, experts of many rows are several uses, or threads wait for whoever has the largest.
+        # Where there are few jobs, experts of many rows are several uses, or threads wait for whoever has the largest:
+        # the shared one has all rows. Every use decodes the weights again.
         cdef bint few = (bank.experts + 1) * ((bank.inner + 127) // 128) < JOBS * threads and threads > 1
-        self.most = max(16, (entries // (JOBS * threads) + 7) // 8 * 8) if few else entries
+        cdef int64_t even = min(BLOCK, -(-rows // threads))
+        self.most = max(16, (max(entries // (JOBS * threads), even) + 7) // 8 * 8) if few else entries
         uses = bank.experts + 1 + entries // self.most
         cdef int64_t[12] sizes = [
             4 * rows * bank.dim, 4 * rows * to_64(bank.dim) if bank.any_fp4 else 0, 4 * entries * to_64(bank.inner),
