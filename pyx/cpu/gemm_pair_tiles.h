@@ -161,7 +161,7 @@ INLINE void FN(fp8_block)(const int R, const uint16_t *tile, const uint16_t *con
     case R: FN(fp8_block)(R, TILE_AT(tile, len, c), x + r, k, len, first, sums + r * width + c, width); break;
 
 /* All rows with a tile of nn outputs: added to sums [row][STRIP], or begun, up to a multiple of four. */
-static void FN(fp4_sums)(const uint16_t *tile, int nn, const uint16_t *const *x, int rows, int64_t k, int64_t len,
+INLINE void FN(fp4_sums)(const uint16_t *tile, int nn, const uint16_t *const *x, int rows, int64_t k, int64_t len,
                          int first, float *sums)
 {
     for (int r = 0; r < rows; r += 4)
@@ -174,7 +174,7 @@ static void FN(fp4_sums)(const uint16_t *tile, int nn, const uint16_t *const *x,
 }
 
 /* The same of FP8, of rows > FEW_PAIRS; sums [row][width]. */
-static void FN(fp8_sums)(const uint16_t *tile, int nn, const uint16_t *const *x, int rows, int64_t k, int64_t len,
+INLINE void FN(fp8_sums)(const uint16_t *tile, int nn, const uint16_t *const *x, int rows, int64_t k, int64_t len,
                          int first, float *sums, int64_t width)
 {
     const int blocks = (rows + TILE_ROWS - 1) / TILE_ROWS; /* of equal size, or one row less */
