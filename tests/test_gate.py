@@ -42,10 +42,14 @@ def live(rule, history):
     return rule
 
 
+def chances_of(rule, conf):
+    return rule.chances(conf) if isinstance(rule, Bucket) else rule.calibration.chances(conf)
+
+
 def rate(rule, conf, n, spent=None):
     """Tokens to expect per millisecond, written apart from the rule's own loop."""
-    chance = rule.chance if isinstance(rule, Bucket) else rule.calibration.chance
-    tokens = 1 + sum(math.prod(chance(c) for c in conf[:i]) for i in range(1, n + 1))
+    chances = chances_of(rule, conf)
+    tokens = 1 + sum(math.prod(chances[:i]) for i in range(1, n + 1))
     if n == 0:
         return 1 / spent
     return tokens / rule.costs.cost(n)
@@ -98,8 +102,7 @@ def test_censored_positions_do_not_count(conf, n, accepted, tail):
         one.record(conf, n, accepted)
         two.record(conf[:known] + tail[known:], n, accepted)
         probes = [-3.0, 0.0, 1.0, 2.0, 4.0, 9.0]
-        chance = (lambda r: r.chance) if isinstance(one, Bucket) else (lambda r: r.calibration.chance)
-        assert [chance(one)(c) for c in probes] == [chance(two)(c) for c in probes]
+        assert chances_of(one, probes) == chances_of(two, probes)
     assert list(known_outcomes(conf, n, accepted)) == [(c, i < accepted) for i, c in enumerate(conf[:known])]
 
 
@@ -135,7 +138,7 @@ def test_bucket_decays_before_recording_and_not_on_a_skip():
     edges = Bucket(BLOCK)
     edges.record([-0.5, 0.5, 1.5, 3.0, 6.0], 5, 5)
     assert edges.seen == [0, 1, 1, 1, 1, 1]  # lo ≤ confidence < hi
-    assert edges.chance(-0.5) == (1 + 1.5) / 3 and edges.chance(-0.6) == 0.75
+    assert edges.chances([-0.5, -0.6]) == [(1 + 1.5) / 3, 0.75]
 
 
 def test_calibration_follows_outcomes_up_and_down():

@@ -102,12 +102,13 @@ class Bucket(Rule):
         self.seen = [0.0] * (len(self.EDGES) + 1)
         self.matched = [0.0] * (len(self.EDGES) + 1)
 
-    def chance(self, confidence: float) -> float:
-        i = bisect_right(self.EDGES, confidence)
-        return (self.matched[i] + self.PRIOR_COUNT * self.PRIOR_MATCH) / (self.seen[i] + self.PRIOR_COUNT)
+    def chances(self, confidences: Sequence[float]) -> list[float]:
+        prior = self.PRIOR_COUNT * self.PRIOR_MATCH
+        bins = [bisect_right(self.EDGES, confidence) for confidence in confidences]
+        return [(self.matched[i] + prior) / (self.seen[i] + self.PRIOR_COUNT) for i in bins]
 
     def choose(self, confidences: Sequence[float]) -> int:
-        return self._pick([self.chance(c) for c in confidences], self.costs.plain_ms)
+        return self._pick(self.chances(confidences), self.costs.plain_ms)
 
     def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
         if n == 0:
