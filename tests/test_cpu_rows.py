@@ -375,6 +375,18 @@ def test_pool_in_rings_of_any_capacity(ratio, capacity):
             ring, slots, entries, ratio, capacity))  # fmt: skip
 
 
+def test_weights_of_pooled_rows_down_to_nothing():
+    """e^x where it is subnormal, and below: seen by a value that is large beside others that are none."""
+    x = np.linspace(-110, -80, 4096, dtype=np.float32)
+    kv, gate = np.zeros((16, len(x)), np.float32), np.full((16, len(x)), -200, np.float32)
+    gate[0], gate[1], kv[1] = 0, x, 2.0**100
+    found = [ops.compress_pool(Ring(kv, gate), i32([0]), i32([0]), 16, 16)[0] for ops in SETS]
+    exact = np.exp(x.astype(np.float64))
+    assert (abs(found[0].astype(np.float64) / 2.0**100 - exact) <= 2.0**-149 + exact * 2.0**-21).all()
+    for each in found[1:]:
+        same_bits(each, found[0])
+
+
 # ---------------------------------------------------------------------- memory
 def poison():
     """Free memory of many sizes and kept arrays, all NaN: what np.empty and lines hand out next."""
