@@ -4,6 +4,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+import numpy
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
@@ -21,6 +22,7 @@ class BuildExt(build_ext):
             raise SystemExit(
                 f"dsv4: no Python headers: {header} is not there. Install them (Debian: apt install python3-dev)."
             )
+        ext.include_dirs.append(numpy.get_include())
         super().build_extension(ext)
 
 

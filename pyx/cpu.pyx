@@ -8,12 +8,16 @@ from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t
+from libc.stdlib cimport free
+from numpy cimport NPY_FLOAT32, PyArray_SimpleNewFromData, import_array, npy_intp, set_array_base
 
 import numpy as np
 
 from dsv4.errors import BackendError, CheckpointError, ConfigError, InputError
 
+import_array()
 cdef object empty = np.empty
 cdef object float32 = np.float32
 
@@ -22,11 +26,8 @@ cdef object float32 = np.float32
 PyMem_RawFree(PyMem_RawMalloc(16 << 20))
 
 
-cdef extern from "Python.h":  # borrowed references: nothing is counted
-    ctypedef struct PyObject
-    Py_ssize_t Py_REFCNT(PyObject *o)
-    PyObject *PyList_GET_ITEM(object items, Py_ssize_t i)
-    PyObject *PyTuple_GET_ITEM(PyObject *items, Py_ssize_t i)
+cdef extern from "stdlib.h" nogil:
+    int posix_memalign(void **start, size_t alignment, size_t size)
 
 
 cdef extern from "team.h" nogil:
@@ -187,58 +188,75 @@ cdef Buffer floats(array, int64_t columns):
 
 
 # ---------------------------------------------------------------------- arrays at cache lines
-# NumPy's arrays begin anywhere in a cache line, and three vectors in four straddle two. What kernels return begins at
-# one: memory a bit larger than needed, cut. Cutting takes longer than np.empty, so small arrays are kept and given out
-# again once nobody refers to them: neither to the array nor, as views of it do, to its memory.
+# NumPy's arrays begin anywhere in a cache line, and three vectors in four straddle two; and what malloc gives again and
+# again to arrays of ever other sizes it scatters over ever more pages. So kernels return arrays over blocks of their
+# own, of a few sizes (64, 128, .. 512 bytes, and then four to each doubling), which are used again.
 cdef enum:
-    KEPT_SIZE = 64 << 10  # floats of one array
-    KEPT_EACH = 16        # arrays of one shape
-    KEPT_ALL = 1 << 20    # floats altogether: of a load test, 92 in 100 arrays are kept ones; four times as many, 96
+    LINE = 64
+    SIZES = 44            # up to 256 KB; larger blocks come from malloc and go back there
+    SPARE_BYTES = 4 << 20 # of blocks in no use; beyond, they go back to malloc
 
-cdef dict kept = {}  # shape → [(array, memory)], the last given out the last
-cdef int64_t kept_size = 0
+cdef struct block:        # what a spare block holds: the next of its size
+    block *next
+
+cdef block *spare[SIZES]
+cdef int64_t spare_bytes = 0
 
 
-cdef object cut(tuple shape):
-    """(array, memory): memory of 15 floats more than the array, which begins at a cache line of it."""
-    cdef int64_t size = 1, start
-    cdef Py_buffer view
-    for n in shape:
-        size *= n
-    memory = empty(size + 15, float32)
-    PyObject_GetBuffer(memory, &view, PyBUF_C_CONTIGUOUS)
-    start = (64 - <size_t>view.buf % 64) % 64 // 4
-    PyBuffer_Release(&view)
-    return memory[start : start + size].reshape(shape), memory
+@cython.final
+@cython.freelist(256)
+cdef class Memory:
+    """A block, the base of an array and so of its views; spare again when the last of them is gone."""
+
+    cdef block *start
+    cdef int64_t size
+    cdef int number  # of the size; SIZES and more: not kept
+
+    def __cinit__(self, int64_t size):
+        cdef int64_t last = max(size - 1, 0) // LINE
+        cdef int shift = 0
+        while last >> shift > 7:
+            shift += 1
+        self.number = 4 * shift + <int>(last >> shift)
+        self.size = ((last >> shift) + 1 << shift) * LINE
+        if self.number < SIZES and spare[self.number] is not NULL:
+            global spare_bytes
+            self.start = spare[self.number]
+            spare[self.number] = self.start.next
+            spare_bytes -= self.size
+        elif posix_memalign(<void **>&self.start, LINE, self.size):
+            self.start = NULL
+            raise MemoryError(f"expected {self.size} bytes for an array, found no memory")
+
+    def __dealloc__(self):
+        global spare_bytes
+        if self.start is NULL or self.number >= SIZES or spare_bytes + self.size > SPARE_BYTES:
+            free(self.start)
+        else:
+            self.start.next = spare[self.number]
+            spare[self.number] = self.start
+            spare_bytes += self.size
 
 
 def lines(tuple shape):
-    """A float32 array of anything, like np.empty, that begins at a cache line."""
-    global kept_size
-    cdef list pairs = kept.get(shape)
-    cdef PyObject *pair
-    cdef Py_ssize_t i
-    if pairs is not None:
-        for i in range(len(pairs) - 1, -1, -1):
-            pair = PyList_GET_ITEM(pairs, i)
-            if Py_REFCNT(PyTuple_GET_ITEM(pair, 0)) == 1 and Py_REFCNT(PyTuple_GET_ITEM(pair, 1)) == 2:
-                return <object>PyTuple_GET_ITEM(pair, 0)
-    made = cut(shape)
-    if made[1].size > KEPT_SIZE:
-        return made[0]
-    if pairs is not None and len(pairs) == KEPT_EACH:
-        kept_size -= pairs.pop(0)[1].size
-    if kept_size + made[1].size > KEPT_ALL:
-        kept.clear()
-        kept_size = 0
-    kept.setdefault(shape, []).append(made)
-    kept_size += made[1].size
-    return made[0]
+    """A float32 array of up to 4 dimensions, uninitialised like np.empty's, that begins at a cache line."""
+    cdef npy_intp dims[4]
+    cdef int64_t size = 1
+    cdef int i, n = len(shape)
+    if n > 4:
+        raise InputError(f"expected at most 4 dimensions, found {n}")
+    for i in range(n):
+        dims[i] = shape[i]
+        size *= dims[i]
+    cdef Memory memory = Memory(4 * size)
+    array = PyArray_SimpleNewFromData(n, dims, NPY_FLOAT32, memory.start)
+    set_array_base(array, memory)
+    return array
 
 
-def kept_arrays() -> dict:
-    """How many arrays of each shape are kept, whether somebody has them or not."""
-    return {shape: len(pairs) for shape, pairs in kept.items()}
+def spare_memory() -> int:
+    """Bytes of the blocks that no array uses."""
+    return spare_bytes
 
 
 include "gemm.pxi"

@@ -389,10 +389,9 @@ def test_weights_of_pooled_rows_down_to_nothing():
 
 # ---------------------------------------------------------------------- memory
 def poison():
-    """Free memory of many sizes and kept arrays, all NaN: what np.empty and lines hand out next."""
-    blocks = [np.full(size, np.nan, np.float32) for size in (*range(1, 200), *np.geomspace(200, 3e6, 60).astype(int))]
-    for shape, count in _cpu.kept_arrays().items():
-        blocks += [_cpu.lines(shape) for _ in range(count)]
+    """Free memory of many sizes, all NaN: what np.empty and lines hand out next."""
+    sizes = (*range(1, 200), *np.geomspace(200, 3e6, 60).astype(int))
+    blocks = [make(size) for size in sizes for make in (np.empty, lambda size: _cpu.lines((size,)))]
     for block in blocks:
         block.fill(np.nan)
     del blocks

@@ -84,4 +84,4 @@ class CpuOps(RowsMixin, Ops):
         return _cpu.moe_end(self.team, sums)
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
-        return x.view()  # whoever makes it read-only or reshapes it does so to the view: kernels return the array again
+        return x
