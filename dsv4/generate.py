@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,40 +243,47 @@ class Answer:
         self._matcher = StopMatcher(params.stop)
         push = self._detokenizer.push if self._detokenizer else lambda token: ""
         self._say = (lambda token: self._matcher.push(push(token))) if params.stop else push  # the text that a token adds
-        self._round: tuple[Round | None, RoundRecord | None] = None, None  # the last one seen, and as a record
-        self._number = self.count = 0
+        self._round: Round | None = None  # the last one seen, and as a record
+        self._record: RoundRecord | None = None
+        self.count = 0
         self._start = self._first = self._last = time.perf_counter()
 
     def push(self, tokens: list[int], logits: Sequence[np.ndarray], found: Round | None) -> list[Step]:
-        """The next tokens as steps, up to one with a finish_reason: that is the last, which then gets the numbers."""
+        """The next tokens, no more than the limit leaves, as steps, up to one with a finish_reason: that is the last,
+        which then gets the numbers."""
         self._last = time.perf_counter()
         if not self.count:
             self._first = self._last
-        record, n, steps = self._record(found), self._params.logprobs, []
-        for row, token in enumerate(tokens):
-            self.count += 1
-            ended = token in self._ends
-            text = "" if ended else self._say(token)
-            reason = "stop" if ended or self._matcher.found else "length" if self.count == self.limit else None
-            if reason:
-                text += self._rest()
-            logprob, top = (None, None) if n is None else token_logprobs(logits[row], token, n)
-            steps.append(Step(token, text, logprob, top, record, reason))
-            if reason:
+        ends, say, matcher = self._ends, self._say, self._matcher
+        texts, reason = [], None
+        for token in tokens:
+            ended = token in ends
+            texts.append("" if ended else say(token))
+            if ended or matcher.found:
+                reason = "stop"
                 break
+        self.count += len(texts)
+        if reason is None and self.count == self.limit:
+            reason = "length"
+        if found is not self._round:  # a round's tokens may come in several pushes
+            drafted, confidence = tuple(found.drafted), tuple(found.confidence)
+            number = self._rounds.counters.rounds
+            self._round, self._record = found, RoundRecord(number, drafted, confidence, found.length, found.accepted)
+        record, n = self._record, self._params.logprobs
+        scores = repeat((None, None)) if n is None else [token_logprobs(row, token, n) for row, token in zip(logits, tokens)]
+        # Step(token, text, ..) with all fields, at half the price.
+        steps = [
+            tuple.__new__(Step, (token, text, logprob, top, record, None, None, None, None))
+            for token, text, (logprob, top) in zip(tokens, texts, scores)
+        ]
+        if reason:
+            steps[-1] = steps[-1]._replace(text=texts[-1] + self._rest(), finish_reason=reason)
         return steps
 
     def _rest(self) -> str:
         """The text that was held back, at the end."""
         left = self._detokenizer.finish() if self._detokenizer else ""
         return self._matcher.push(left) + self._matcher.finish()
-
-    def _record(self, found: Round | None) -> RoundRecord | None:
-        if found is not None and found is not self._round[0]:
-            self._number += 1
-            drafted, confidence = tuple(found.drafted), tuple(found.confidence)
-            self._round = found, RoundRecord(self._number, drafted, confidence, found.length, found.accepted)
-        return self._round[1] if found is not None else None
 
     def numbers(self) -> dict[str, dict]:
         """usage, timings and speculation so far; of a last step once its tokens are kept and the others dropped."""

@@ -11,6 +11,7 @@ import atexit
 import threading
 import time
 from collections import Counter, deque
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,17 +157,20 @@ class Scheduler:
 
     def _wait(self) -> bool:
         """Until there is something to do; False once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._running or self._waiting or self._cancelled)
-            return not self._closed
+        if not self._running:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting or self._cancelled)
+        return not self._closed
 
     def _sort_out(self) -> None:
         """Free the slots of what has ended or was cancelled, then let in who waited longest."""
-        with self._changed:
-            cancelled, self._cancelled = self._cancelled, set()
-            gone = [ticket for ticket in self._waiting if ticket in cancelled] if cancelled else []
-            for ticket in gone:
-                self._waiting.remove(ticket)
+        cancelled, gone = set(), []
+        if self._cancelled:  # without the lock: what comes now is in time for the next step
+            with self._changed:
+                cancelled, self._cancelled = self._cancelled, set()
+                gone = [ticket for ticket in self._waiting if ticket in cancelled]
+                for ticket in gone:
+                    self._waiting.remove(ticket)
         for ticket in gone:
             self._counts.update(cancelled=1)
             ticket.end("cancelled", _nothing(ticket))
@@ -216,28 +220,27 @@ class Scheduler:
 
     def _forward(self) -> None:
         """One forward for as many as the budget has room for."""
-        blocks = sorted((one for one in self._running if isinstance(one.wish, WantsRows)), key=lambda one: one.waited)
+        blocks = sorted([one for one in self._running if isinstance(one.wish, WantsRows)], key=attrgetter("waited"))
         prompts = [one for one in self._running if isinstance(one.wish, WantsPrompt)]
         if not blocks and not prompts:
             return
         start = time.perf_counter()
-        count, shares = divide(
-            [len(one.wish.tokens) for one in blocks], [one.left() for one in prompts], self.token_budget,
-            self.engine.chunk,
-        )  # fmt: skip
+        lengths = [len(one.wish.tokens) for one in blocks]
+        count, shares = divide(lengths, [one.left() for one in prompts], self.token_budget, self.engine.chunk)
         blocks = blocks[:count]
         prompts = [(one, one.part(n)) for one, n in zip(prompts, shares) if n]
         outputs = forward_all([(one.session, one.wish.tokens, "all") for one in blocks] + [part for _, part in prompts])
         taken = time.perf_counter() - start
-        prompted = sum(len(tokens) for _, (_, tokens, _) in prompts)
-        rows = prompted + sum(len(one.wish.tokens) for one in blocks)
+        prompted = sum([len(tokens) for _, (_, tokens, _) in prompts])
+        decoded = sum(lengths[:count])
+        rows = prompted + decoded
         counts = self._counts
         counts["steps"] += 1
         counts["rows"] += rows
         counts["max_rows"] = max(counts["max_rows"], rows)
         counts["prompt_tokens"] += prompted
         counts["step_s"] += taken
-        plain = bool(blocks) and all(len(one.wish.tokens) == 1 for one in blocks)
+        plain = 0 < count == decoded
         if counts["steps"] == 1:  # before the first gate weighs anything by costs of another machine
             self._costs.forwarded(rows, 1e3 * taken, plain, bool(prompts))
         for one, output in zip(blocks, outputs):

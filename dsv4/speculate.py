@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Callable, Generator, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Generator, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -88,37 +88,38 @@ def verify(session: Session, tokens: Sequence[int], mode: str = "batched", choos
     Raises what `choose` raises for tokens[0]'s row; a later row that it raises for counts as not run, so that what came
     before is settled, as in plain decoding.
     """
-    return drive(session, verifying(session, tokens, mode, choose))
+    return Verified(*drive(session, verifying(session, tokens, mode, choose)))
 
 
-def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose) -> Generator[Any, Any, Verified]:
-    """The plan of verify()."""
+def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose) -> Generator[Any, Any, tuple]:
+    """The plan of verify(); it returns the fields of Verified."""
     if mode not in MODES:
         raise InputError(f"verify mode: expected one of {', '.join(MODES)}; found {mode!r}")
     if mode == "sequential":
         session.check(tokens)  # all of them can run, as in one forward
     start = session.position
     parts = [tokens] if mode == "batched" else [[token] for token in tokens]
-    drafted = [*tokens[1:], None]
+    drafted = iter([*tokens[1:], None])
     settled, rows = [], []
     try:
         for part in parts:
-            output, at = (yield WantsRows(part)), len(settled)
+            output = yield WantsRows(part)
             rows.append(output.logits)
-            if not _settle(settled, output, drafted, choose, start + 1 + at):
+            if not _settle(settled, output, drafted, choose, start + 1 + len(settled)):
                 break
     except BaseException:
         session.rewind(start)
         raise
-    session.rewind(start + len(settled))
-    logits = (rows[0] if len(rows) == 1 else np.concatenate(rows))[: len(settled)]
+    count = len(settled)
+    session.rewind(start + count)
+    logits = (rows[0] if len(rows) == 1 else np.concatenate(rows))[:count]
     session.logits = logits[-1]
-    return Verified(settled, logits, len(settled) - 1)
+    return settled, logits, count - 1
 
 
-def _settle(settled: list[int], output: Output, drafted: Sequence[int | None], choose: Choose, position: int) -> bool:
+def _settle(settled: list[int], output: Output, drafted: Iterator[int | None], choose: Choose, position: int) -> bool:
     """Append what `choose` says row by row, the first for `position`; False once a token is not the drafted one."""
-    for row, token in enumerate(output.best):
+    for row, (token, draft) in enumerate(zip(output.best, drafted)):
         if token < 0 or choose is not greedy:  # greedy's choice was made where the backend computes, where there is one
             try:
                 token = choose(output.logits[row], position + row)
@@ -127,7 +128,7 @@ def _settle(settled: list[int], output: Output, drafted: Sequence[int | None], c
                     raise
                 return False  # this row is the next round's first, which raises it
         settled.append(token)
-        if token != drafted[len(settled) - 1]:
+        if token != draft:
             return False
     return True
 
@@ -196,7 +197,9 @@ class Speculator:
         """The plan of step()."""
         if room < 1:
             raise InputError(f"room: expected at least 1 token to settle, found {room}")
-        room = max(1, min(room, session.engine.max_context - session.position))  # at the very end the forward refuses
+        left = session.engine.max_context - session.position
+        if left < room:
+            room = max(1, left)  # at the very end the forward refuses
         found, gate = Round(logits), self.gate
         if gate is not None and room > 1:
             if gate.before_draft(found.margin if gate.reads_margin else None):
@@ -208,10 +211,10 @@ class Speculator:
             else:
                 self.counters.margin_skipped_rounds += gate.skipped_by_margin
             self.counters.skipped_rounds += found.length == 0
-        length = found.length = min(found.length, room - 1)
+        found.length = min(found.length, room - 1)
+        tokens = [token, *found.drafted[: found.length]]
         start = time.perf_counter()
-        verified = yield from verifying(session, [token, *found.drafted[:length]], self.mode, self.choose)
-        found.tokens, found.logits, found.accepted = verified
+        found.tokens, found.logits, found.accepted = yield from verifying(session, tokens, self.mode, self.choose)
         found.verify_s = time.perf_counter() - start
         self._learn(found)
         return found

@@ -77,14 +77,15 @@ class Calibration:
 
     def forget(self, rounds: int = 1) -> None:
         """Rounds pass: the evidence (belief minus prior) is scaled by decay with each."""
-        prior, keep = self.prior, self.decay**rounds
-        da, db = self.a - prior.a, self.b - prior.b
-        pull_a = keep * (self._aa * da + self._ab * db)
-        pull_b = keep * (self._ab * da + self._bb * db)
-        self._aa = prior.a_precision + keep * (self._aa - prior.a_precision)
-        self._bb = prior.b_precision + keep * (self._bb - prior.b_precision)
-        self._ab *= keep
-        self.a, self.b = stepped(prior.a, prior.b, self._aa, self._ab, self._bb, pull_a, pull_b)
+        a, b, a_precision, b_precision = self.prior
+        aa, ab, bb, keep = self._aa, self._ab, self._bb, self.decay**rounds
+        da, db = self.a - a, self.b - b
+        pull_a = keep * (aa * da + ab * db)
+        pull_b = keep * (ab * da + bb * db)
+        self._aa = aa = a_precision + keep * (aa - a_precision)
+        self._bb = bb = b_precision + keep * (bb - b_precision)
+        self._ab = ab = ab * keep
+        self.a, self.b = stepped(a, b, aa, ab, bb, pull_a, pull_b)
 
     def learn(self, outcomes: Iterable[tuple[float, bool]]) -> None:
         """(confidence, accepted?) of some tokens, one after the other."""

@@ -18,9 +18,9 @@ class Evidence:
 
     def add(self, keep: float, verified: int, accepted: int) -> None:
         """One round more; those before it now count `keep` times what they did."""
-        self.weight = keep * self.weight + 1.0
-        self.verified += (verified - self.verified) / self.weight
-        self.accepted += (accepted - self.accepted) / self.weight
+        self.weight = weight = keep * self.weight + 1.0
+        self.verified += (verified - self.verified) / weight
+        self.accepted += (accepted - self.accepted) / weight
 
 
 @dataclass

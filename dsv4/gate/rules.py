@@ -61,12 +61,12 @@ class Rule:
         """
         costs = self.costs
         tokens = reached = 1.0
-        ms = costs.draft_ms + costs.verify_base_ms
+        ms, slope = costs.draft_ms + costs.verify_base_ms, costs.verify_slope_ms
         best, best_rate, rate = 0, 1.0 / unspeculated, 0.0
         for n, chance in enumerate(chances, 1):
             reached *= chance
             tokens += reached
-            ms += costs.verify_slope_ms
+            ms += slope
             rate = tokens / ms
             if rate > best_rate:
                 best, best_rate = n, rate
@@ -167,8 +167,8 @@ class Calibrated(Rule):
         return min(self._wait, self.costs.draft_ms / (self.probe_share * self.costs.plain_ms))
 
     def before_draft(self, margin: float | None = None) -> bool:
-        self._margin = margin
-        if not super().before_draft(margin):
+        self._margin, self.skipped_by_margin = margin, False
+        if margin is not None and not super().before_draft(margin):
             return False
         if self.settings.min_draft:
             return True
@@ -185,8 +185,9 @@ class Calibrated(Rule):
 
     def choose(self, confidences: Sequence[float]) -> int:
         # The draft is paid for, so n = 0 costs it too. A probe is careful: it verifies only what beats plain decoding.
-        careful = not self.costs.shared and self.balance < 0.0
-        unspeculated = self.costs.plain_ms if careful else self.costs.wasted()
+        costs = self.costs
+        careful = not costs.shared and self.balance < 0.0
+        unspeculated = costs.plain_ms if careful else costs.wasted()
         if self._skipped:
             self.calibration.forget(self._skipped)
             self._skipped = 0
@@ -196,11 +197,12 @@ class Calibrated(Rule):
         self.costs.observe(draft_ms, n, verify_ms)
 
     def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
-        self.costs.learn(n, accepted)
+        costs, calibration = self.costs, self.calibration
+        costs.learn(n, accepted)
         self._own.add(self.MEMORY, n, accepted)
-        self.calibration.forget()
-        self.calibration.learn(known_outcomes(confidences, n, accepted))
-        if not self.costs.shared:
+        calibration.forget()
+        calibration.learn(known_outcomes(confidences, n, accepted))
+        if not costs.shared:
             self._weigh(n, accepted)
 
     def _weigh(self, n: int, accepted: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Sequence
 
 SHARE = 4  # prompts get at least one row in so many while blocks fill the budget
@@ -16,11 +18,9 @@ def divide(blocks: Sequence[int], prompts: Sequence[int], budget: int, most: int
     a prompt, and nobody waits forever.
     """
     kept = min(sum(prompts), max(budget // SHARE, 1), budget - max(blocks, default=0))
-    used = count = 0
-    for rows in blocks:
-        if used + rows > budget - kept:
-            break
-        used, count = used + rows, count + 1
+    ends = list(accumulate(blocks))
+    count = bisect_right(ends, budget - kept)
+    used = ends[count - 1] if count else 0
     return count, fill([min(left, most) for left in prompts], budget - used)
 
 

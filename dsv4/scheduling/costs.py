@@ -34,19 +34,24 @@ class Line:
         return ms * (1.0 + (mean_ms / self(mean_x) - 1.0) * weight / (weight + 0.5)) if weight else ms
 
     def add(self, x: int, ms: float) -> None:
-        weight, mean_x, mean_ms = self._groups.get(x.bit_length(), (0.0, 0.0, 0.0))
-        if self._groups:
+        group, groups = x.bit_length(), self._groups
+        weight, mean_x, mean_ms = groups.get(group, (0.0, 0.0, 0.0))
+        if groups:
             ms = min(ms, self.CLIP * self(x))
             if weight:
                 mean_ms = min(mean_ms, self.CLIP * ms * mean_x / min(x, mean_x))
         weight = self.DECAY * weight + 1.0
-        self._groups[x.bit_length()] = weight, mean_x + (x - mean_x) / weight, mean_ms + (ms - mean_ms) / weight
+        groups[group] = weight, mean_x + (x - mean_x) / weight, mean_ms + (ms - mean_ms) / weight
         self._fit()
 
     def _fit(self) -> None:
         base, slope = self._given
-        points = [(x, ms, weight / (weight + 1.0)) for weight, x, ms in self._groups.values()]
-        speed = sum(ms * w for _, ms, w in points) / sum((base + slope * x) * w for x, _, w in points)
+        points, took, expected = [], 0.0, 0.0
+        for weight, x, ms in self._groups.values():
+            w = weight / (weight + 1.0)
+            points.append((x, ms, w))
+            took, expected = took + ms * w, expected + (base + slope * x) * w
+        speed = took / expected
         points += [(at, speed * (base + slope * at), self.GIVEN) for at in self._at]
         self.base, self.slope = line(points)
 
@@ -82,7 +87,7 @@ class BatchCosts(Costs):
         self._start = (max(given.plain_ms - slope, 0.0), slope, (1.0, 6.0))
         self._forward, self._rough = Line(*self._start), True  # rough: nothing but forwards with prompts was seen
         self._draft = Line(given.draft_ms / 2, given.draft_ms / 2, (1.0, 4.0))
-        self._sequences = self._drafting = 1  # how many run, and how many shared the last draft
+        self._drafting = 1  # how many shared the last draft
         self._plain = 0  # forwards since the last that was not plain
         self._wait = self._due = self.FIRST  # forwards until the next that nobody drafts for
         self._all = Evidence()
@@ -92,8 +97,8 @@ class BatchCosts(Costs):
 
     def share(self, sequences: int) -> None:
         """So many sequences take part in the next step, which goes by what was measured before it."""
-        self._sequences = max(sequences, 1)
-        count, drafting = self._sequences, min(self._drafting, self._sequences)
+        count = max(sequences, 1)
+        drafting = min(self._drafting, count)
         drafted = count * max(self._all.verified, 1.0)
         plain = self._forward.near(count)
         self.verify_slope_ms = max(self._forward.near(count + drafted) - plain, 0.0) / drafted
@@ -131,15 +136,16 @@ class BatchCosts(Costs):
         self._all.add(self.MEMORY, n, accepted)
 
     def pays(self, own: Evidence) -> bool:
-        if self._all.weight < self.ENOUGH:
+        everybody, weight, shared = self._all, own.weight, self.SHARED
+        if everybody.weight < self.ENOUGH:
             return True
-        if self.plain_is_due(False):
+        if self._due <= 0:
             return False
-        both = own.weight + self.SHARED
-        verified = (own.weight * own.verified + self.SHARED * self._all.verified) / both
-        accepted = (own.weight * own.accepted + self.SHARED * self._all.accepted) / both
+        both = weight + shared
+        verified = (weight * own.verified + shared * everybody.verified) / both
+        accepted = (weight * own.accepted + shared * everybody.accepted) / both
         gain = accepted - (self.draft_ms + self.verify_slope_ms * verified) / self.plain_ms
-        if self._trying or gain + self.DOUBT / sqrt(self._all.weight) > 0.0:
+        if self._trying or gain + self.DOUBT / sqrt(everybody.weight) > 0.0:
             return True
         self._lost -= gain
         self._saved += self.PROBE

@@ -70,29 +70,23 @@ class Sequence:
     def advance(self, answer: Any, error: BaseException | None = None) -> None:
         """Answer the wish, hand on what that settled, and have the next wish; or end, in this sequence's own error."""
         steps: list[Step] = []
+        plan = self._plan
         try:
-            self.wish = self._next(answer, error, steps)
-        except Exception as found:
-            self.wish, self.error = None, found
-        answered = self.wish is None and self.error is None
-        if answered:
-            self.reason = steps[-1].finish_reason
-            steps[-1] = steps[-1]._replace(**self.numbers())
-        if steps:
-            self.ticket.put(steps)
-        if answered and self.prefixes is not None:
-            self.prefixes.keep(self.session)
-
-    def _next(self, answer: Any, error: BaseException | None, steps: list[Step]) -> Any:
-        try:
-            wish = self._plan.throw(error) if error else self._plan.send(answer)
+            wish = plan.throw(error) if error else plan.send(answer)
             while isinstance(wish, Settles):
                 kept = self.answer.push(*wish)
                 steps += kept
-                wish = self._plan.send((len(kept), kept[-1].finish_reason is None))
+                wish = plan.send((len(kept), kept[-1].finish_reason is None))
+            self.wish = wish
         except StopIteration:
-            return None
-        return wish
+            self.wish, self.reason = None, steps[-1].finish_reason
+            steps[-1] = steps[-1]._replace(**self.numbers())
+        except Exception as found:
+            self.wish, self.error = None, found
+        if steps:
+            self.ticket.put(steps)
+        if self.reason and self.prefixes is not None:
+            self.prefixes.keep(self.session)
 
     def counts(self) -> dict[str, int]:
         """What it generated, drafted and had accepted so far."""
