@@ -197,7 +197,7 @@ def settling(session, prompt: list[int], limit: int, rounds: Speculator) -> Gene
         kept, more = yield Settles(found.tokens, found.logits, found)
         if kept < len(found.tokens):
             rounds.drop(session, found, kept)
-        token, logits = found.tokens[-1], found.logits[-1]
+        token, logits = found.tokens[-1], session.logits
         count += len(found.tokens)
 
 
@@ -270,7 +270,9 @@ class Answer:
             number = self._rounds.counters.rounds
             self._round, self._record = found, RoundRecord(number, drafted, confidence, found.length, found.accepted)
         record, n = self._record, self._params.logprobs
-        scores = repeat((None, None)) if n is None else [token_logprobs(row, token, n) for row, token in zip(logits, tokens)]
+        scores = repeat((None, None)) if n is None else [
+            token_logprobs(row, token, n) for row, token, _ in zip(logits, tokens, texts)
+        ]
         # Step(token, text, ..) with all fields, at half the price.
         steps = [
             tuple.__new__(Step, (token, text, logprob, top, record, None, None, None, None))

@@ -234,22 +234,22 @@ class Scheduler:
         prompted = sum([len(tokens) for _, (_, tokens, _) in prompts])
         decoded = sum(lengths[:count])
         rows = prompted + decoded
-        counts = self._counts
-        counts["steps"] += 1
+        counts, costs = self._counts, self._costs
+        counts["steps"] = step = counts["steps"] + 1
         counts["rows"] += rows
         counts["max_rows"] = max(counts["max_rows"], rows)
         counts["prompt_tokens"] += prompted
         counts["step_s"] += taken
         plain = 0 < count == decoded
-        if counts["steps"] == 1:  # before the first gate weighs anything by costs of another machine
-            self._costs.forwarded(rows, 1e3 * taken, plain, bool(prompts))
+        if step == 1:  # before the first gate weighs anything by costs of another machine
+            costs.forwarded(rows, 1e3 * taken, plain, bool(prompts))
         for one, output in zip(blocks, outputs):
-            one.waited = counts["steps"]
+            one.waited = step
             one.advance(output)
         for (one, part), output in zip(prompts, outputs[count:]):
             one.prompted(len(part[1]), output.logits)
         # With what was done with the outputs: that, too, takes longer for more rows.
-        self._costs.forwarded(rows, 1e3 * (time.perf_counter() - start), plain, bool(prompts))
+        costs.forwarded(rows, 1e3 * (time.perf_counter() - start), plain, bool(prompts))
 
     def _end_all(self, error: BaseException) -> None:
         """Nobody is left waiting, whatever happened."""

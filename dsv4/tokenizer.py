@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from .errors import CheckpointError, ConfigError, InputError
@@ -52,7 +53,7 @@ class Tokenizer:
             raise ConfigError(f"{path}: decoder: expected ByteLevel, found {decoder}")
         self.path = path
         self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self.token_text = cache(self._text)
         settings = _read_json(directory / "tokenizer_config.json")
         generation = _read_json(directory / "generation_config.json")
         self.bos = self._special("bos", settings, generation)
@@ -127,14 +128,12 @@ class Tokenizer:
             self._bytes[token] = bytes(_LETTERS[letter] for letter in name) if whole else name.encode("utf-8")
         return self._bytes[token]
 
-    def token_text(self, token: int) -> str | None:
+    def _text(self, token: int) -> str | None:
         """The text of a token by itself; None where its bytes are not valid UTF-8 without those of others."""
-        if token not in self._texts:
-            try:
-                self._texts[token] = self.token_bytes(token).decode("utf-8")
-            except UnicodeDecodeError:
-                self._texts[token] = None
-        return self._texts[token]
+        try:
+            return self.token_bytes(token).decode("utf-8")
+        except UnicodeDecodeError:
+            return None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD."""
@@ -151,15 +150,15 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+        self._text, self._bytes = tokenizer.token_text, tokenizer.token_bytes
         self._held = b""  # of a character that is not complete
 
     def push(self, token: int) -> str:
         """The text that is certain now."""
-        whole = None if self._held else self._tokenizer.token_text(token)
+        whole = None if self._held else self._text(token)
         if whole is not None:
             return whole
-        data = self._held + self._tokenizer.token_bytes(token)
+        data = self._held + self._bytes(token)
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._held = data[used:]
         return text

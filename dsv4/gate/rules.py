@@ -147,6 +147,7 @@ class Calibrated(Rule):
             if not 0 < value < math.inf:
                 raise ConfigError(f"gate: {name}: expected a number > 0; found {value!r}")
         self.costs = costs if costs is not None else MeasuredCosts(self.costs)
+        self.observe = self.costs.observe
         self.reads_margin |= not self.costs.shared
         self.calibration = Calibration(prior, self.settings.decay)
         self.margins = MarginModel(self.settings.decay)
@@ -192,9 +193,6 @@ class Calibrated(Rule):
             self.calibration.forget(self._skipped)
             self._skipped = 0
         return self._pick(self.calibration.chances(confidences), unspeculated)
-
-    def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
-        self.costs.observe(draft_ms, n, verify_ms)
 
     def record(self, confidences: Sequence[float], n: int, accepted: int) -> None:
         costs, calibration = self.costs, self.calibration

@@ -17,6 +17,8 @@ def divide(blocks: Sequence[int], prompts: Sequence[int], budget: int, most: int
     once. The budget must hold the largest block and a row beside it; so every step runs the first block and a row of
     a prompt, and nobody waits forever.
     """
+    if not prompts and sum(blocks) <= budget:
+        return len(blocks), []  # as in most steps
     kept = min(sum(prompts), max(budget // SHARE, 1), budget - max(blocks, default=0))
     ends = list(accumulate(blocks))
     count = bisect_right(ends, budget - kept)
