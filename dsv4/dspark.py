@@ -12,7 +12,7 @@ from .errors import InputError
 from .model import Model
 from .ops import KeyCache
 from .parameters import Attention
-from .rows import Rows
+from .rows import Rows, Span, cut
 from .sampling import Choose, greedy
 from .state import LayerState, Pool
 from .step import Step
@@ -37,14 +37,6 @@ class Ask(NamedTuple):
     token: int
     choose: Choose | None = None
     logits: bool = False
-
-
-class Span(NamedTuple):
-    """Committed positions start .. stop−1 of a slot."""
-
-    slot: int
-    start: int
-    stop: int
 
 
 class BlockStep(Step):
@@ -90,9 +82,9 @@ class Draft(Model):
 
     def prime(self, pool: Pool, spans: Sequence[Span]) -> None:
         """Write every stage's keys of committed positions from their kept main hidden. Each slot in one span only."""
-        count = sum(stop - start for _, start, stop in spans)
-        for rows in Rows.runs(spans, np.zeros(count, np.int32)).cut(pool.headroom):
-            self._prime(pool, Step(self.ops, pool, rows))
+        for part in cut(spans, pool.headroom):
+            tokens = np.zeros(sum(stop - start for _, start, stop in part), np.int32)  # any: only the main hidden counts
+            self._prime(pool, Step(self.ops, pool, Rows(tokens, part)))
 
     def _prime(self, pool: Pool, step: Step) -> None:
         ops, draft, eps = self.ops, self.weights.draft, self.config.rms_norm_eps
@@ -111,8 +103,8 @@ class Draft(Model):
         draft, size = w.draft, c.dspark.block_size
         tokens = np.full(len(asks) * size, c.dspark.noise_token_id, np.int32)
         tokens[::size] = [ask.token for ask in asks]
-        runs = [(ask.slot, ask.position, ask.position + size) for ask in asks]
-        step = BlockStep(ops, pool, Rows.runs(runs, tokens))
+        spans = [Span(ask.slot, ask.position, ask.position + size) for ask in asks]
+        step = BlockStep(ops, pool, Rows(tokens, spans))
         h = ops.embed(w.embed, step.tokens, c.hc_mult)
         for stage, state in zip(draft.stages, pool.stages):
             h = self.block(stage, h, step, state)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Callable, Iterator, Sequence
 from .comm import Communicator, Traffic, open_communicator
 from .config import ModelConfig, RunConfig, World
 from .crew import GRACE, Crew
-from .dspark import Ask, Draft, Drafted, Span
+from .dspark import Ask, Draft, Drafted
 from .gate import Costs, GateSettings, MeasuredCosts
 from .loading import load_model
 from .model import Model, Output
 from .plan import MemoryPlan
-from .rows import Rows
+from .rows import Rows, Span
 from .session import Session
 from .state import Pool
 from .step import Step

@@ -55,7 +55,6 @@ class Model:
     def forward(self, step: Step, pool: Pool) -> Output:
         """All layers over the rows of `step`; keys and compressor rows go to `pool`."""
         c, ops, w = self.config, self.ops, self.weights
-        wanted = ops.table(step.rows.wanted)
         for file in w.files:
             file.check_whole()
         if w.store:
@@ -69,6 +68,7 @@ class Model:
                 self.capture(h, c.dspark.target_layer_ids.index(number), step, pool)
         places, kept = step.window_where, pool.hidden if w.draft else None
         if len(step.rows.wanted) < len(step):
+            wanted = ops.table(np.array(step.rows.wanted, np.int64))
             h, places = h[wanted], places[wanted]
         y = ops.hc_head(h, w.hc_head)
         logits = self.logits(ops.rmsnorm(y, w.norm, c.rms_norm_eps))

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from .errors import InputError
 
 
+class Span(NamedTuple):
+    """Positions start .. stop − 1 of a slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Rows:
-    """T rows of one forward; a row is one token at one position of one sequence.
+    """T rows of one forward, sequence after sequence; a row is one token at one position of one of them.
 
-    tokens, slots, positions: int32 [T]; rows of a slot are consecutive and their positions ascend by one.
-    wanted: int64 [n], ascending row numbers whose logits and main hidden the caller wants.
+    tokens: int32 [T]; spans: which positions they are, of each slot at most one; wanted: ascending row numbers whose
+    logits and main hidden the caller wants.
     """
 
     tokens: np.ndarray
-    slots: np.ndarray
-    positions: np.ndarray
-    wanted: np.ndarray
+    spans: Sequence[Span]
+    wanted: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """int32 [T]: each row's slot."""
+        slots: list[int] = []
+        for slot, start, stop in self.spans:
+            slots += [slot] * (stop - start)
+        return np.array(slots, np.int32)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """int32 [T]: each row's position."""
+        positions: list[int] = []
+        for _, start, stop in self.spans:
+            positions += range(start, stop)
+        return np.array(positions, np.int32)
 
     @classmethod
     def of(cls, slot: int, start: int, tokens, wanted="last") -> Rows:
@@ -36,28 +61,14 @@ class Rows:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[int, int, Sequence[int], Sequence[int]]]) -> Rows:
-        """Rows of several sequences in one forward: (slot, first position, tokens, wanted rows of them) of each.
-
-        Raises InputError for a slot that is in two of them.
-        """
-        runs, tokens, wanted = [], [], []
+        """Rows of several sequences in one forward: (slot, first position, tokens, wanted rows of them) of each."""
+        tokens, spans, wanted = [], [], []
         for slot, start, own, rows in parts:
-            runs.append((slot, start, start + len(own)))
-            wanted += [len(tokens) + row for row in rows]
+            first = len(tokens)
+            wanted += [first + row for row in rows]
             tokens.extend(own)
-        if len({slot for slot, _, _ in runs}) != len(runs):
-            raise InputError(f"rows: expected each slot once; found slots {[slot for slot, _, _ in runs]}")
-        return cls.runs(runs, np.array(tokens, np.int32), wanted)
-
-    @classmethod
-    def runs(cls, runs: Sequence[tuple[int, int, int]], tokens: np.ndarray, wanted: Sequence[int] = ()) -> Rows:
-        """Rows of several sequences, from (slot, first position, the one after the last) of each; tokens int32 [T]: all of theirs."""
-        slots: list[int] = []
-        positions: list[int] = []
-        for slot, start, stop in runs:
-            slots += [slot] * (stop - start)
-            positions += range(start, stop)
-        return cls(tokens, np.array(slots, np.int32), np.array(positions, np.int32), np.array(wanted, np.int64))
+            spans.append(Span(slot, start, start + len(own)))
+        return cls(np.array(tokens, np.int32), spans, wanted)
 
     @staticmethod
     def named(wanted, n: int) -> Sequence[int]:
@@ -75,8 +86,16 @@ class Rows:
             return ()
         raise InputError(f"wanted: expected last, all, none or row numbers; found {wanted!r}")
 
-    def cut(self, most: int) -> Iterator[Rows]:
-        """These rows, at most so many at a time; none of them wanted."""
-        for start in range(0, len(self), most):
-            part = slice(start, start + most)
-            yield Rows(self.tokens[part], self.slots[part], self.positions[part], np.zeros(0, np.int64))
+
+def cut(spans: Sequence[Span], most: int) -> list[list[Span]]:
+    """The same positions in the same order, in lists of at most so many of them."""
+    lists, room = [], 0
+    for slot, start, stop in spans:
+        while start < stop:
+            if not room:
+                lists.append([])
+                room = most
+            end = min(stop, start + room)
+            lists[-1].append(Span(slot, start, end))
+            start, room = end, room - (end - start)
+    return lists

@@ -7,10 +7,10 @@ from weakref import finalize
 
 import numpy as np
 
-from .dspark import Ask, Span
+from .dspark import Ask
 from .errors import CapacityError, ConfigError, InputError, StateError
 from .model import Output
-from .rows import Rows
+from .rows import Rows, Span
 from .sampling import Choose, greedy
 from .snapshot import Snapshot
 from .speculate import Round, Speculator, Verified, verify

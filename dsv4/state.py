@@ -204,24 +204,27 @@ class Pool:
                     )
 
     def check(self, rows: Rows) -> None:
-        """Raise InputError for rows that do not lie in slots in use, at positions with pages, in ascending order."""
+        """Raise InputError for rows that do not lie in slots in use, each once, at positions with pages."""
         if not len(rows):
             raise InputError("rows: expected at least one, found none")
-        tokens, slots, positions = rows.tokens.tolist(), rows.slots.tolist(), rows.positions.tolist()
-        low, high, vocab = min(tokens), max(tokens), self.config.vocab_size
+        tokens, spans, vocab = rows.tokens.tolist(), rows.spans, self.config.vocab_size
+        low, high = min(tokens), max(tokens)
         if low < 0 or high >= vocab:
             raise InputError(f"rows: expected token ids within 0..{vocab - 1}, found {low} .. {high}")
-        starts = [i for i, (slot, before) in enumerate(zip(slots, [None, *slots])) if slot != before]
-        for start, stop in zip(starts, [*starts[1:], len(slots)]):
-            slot, first, last = slots[start], positions[start], positions[stop - 1]
+        positions, slots = 0, set()
+        for slot, start, stop in spans:
             if not 0 <= slot < self.slots or slot in self._free_slots:
                 raise InputError(f"rows: expected a slot in use, found slot {slot}")
-            if stop - start > self.headroom or positions[start:stop] != list(range(first, first + stop - start)):
-                raise InputError(
-                    f"rows: expected at most {self.headroom} consecutive positions in slot {slot}, found {first} .. {last}"
-                )
-            if first < 0 or last >= self._held[slot] * self.page_positions:
-                raise InputError(f"rows: expected positions with pages reserved in slot {slot}, found {first} .. {last}")
+            if not start < stop <= start + self.headroom:
+                raise InputError(f"rows: expected 1 to {self.headroom} positions in slot {slot}, found {start} .. {stop - 1}")
+            if start < 0 or stop > self._held[slot] * self.page_positions:
+                raise InputError(f"rows: expected positions with pages reserved in slot {slot}, found {start} .. {stop - 1}")
+            positions += stop - start
+            slots.add(slot)
+        if len(slots) < len(spans):
+            raise InputError(f"rows: expected each slot once; found slots {[slot for slot, _, _ in spans]}")
+        if positions != len(tokens):
+            raise InputError(f"rows: expected a token for each of {positions} positions, found {len(tokens)}")
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Make slot `target` equal to slot `source`: whole rings, head-room included, and the entries so far."""

@@ -11,10 +11,10 @@ from emulation.launcher import EmulatedLauncher
 from dsv4.checkpoint import DTYPES
 from dsv4.comm import Communicator
 from dsv4.config import ModelConfig
-from dsv4.dspark import Ask, Draft, Span
+from dsv4.dspark import Ask, Draft
 from dsv4.model import Model
 from dsv4.ops.cuda import CudaOps
-from dsv4.rows import Rows
+from dsv4.rows import Rows, Span
 from dsv4.sampling import greedy
 from dsv4.split import Split
 from dsv4.state import Pool

@@ -10,9 +10,9 @@ from ops_cases import NoQuantOps
 from safetensors.numpy import load_file
 from test_golden_e2e import CHECKPOINTS, golden, open_model, open_pool
 
-from dsv4.dspark import Ask, BlockStep, Draft, Span
+from dsv4.dspark import Ask, BlockStep, Draft
 from dsv4.ops import open_ops
-from dsv4.rows import Rows
+from dsv4.rows import Rows, Span
 from dsv4.sampling import greedy
 from dsv4.step import Step
 

@@ -6,10 +6,11 @@ from compare import same_bits, same_state, state_of
 from variants import Files, drop_draft
 
 from dsv4 import Engine, dspark
-from dsv4.dspark import Ask, Span
+from dsv4.dspark import Ask
 from dsv4.errors import CapacityError, ConfigError, Dsv4Error, InputError, StateError
 from dsv4.gate import GateSettings, make_rule
 from dsv4.model import Model
+from dsv4.rows import Span
 from dsv4.session import draft_all
 from dsv4.speculate import Speculator, greedy, margin
 

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from dsv4 import Snapshot
 from dsv4.errors import CapacityError, InputError, StateError
-from dsv4.rows import Rows
+from dsv4.rows import Rows, Span
 
 N = 90
 
@@ -182,20 +182,22 @@ def test_rows_that_cannot_be_are_refused(small):
             (Rows.of(9, 0, [1]), "slot in use"),
             (Rows.of(slot, -5, [1]), "pages reserved"),
             (Rows.of(slot, 290, [1] * 20), "pages reserved|positions"),
-            (Rows.of(slot, 10, [1] * 65), "at most 64"),
+            (Rows.of(slot, 10, [1] * 65), "1 to 64 positions"),
             (Rows.of(slot, 10, []), "at least one"),
         ]:
             with pytest.raises(InputError, match=message):
                 small.forward(rows)
         with small.session() as second:
             second.prefill([1] * 20)
-            for gap in (1, 2, 4):  # twice in the first sequence, in the second
-                positions = np.array([10, 11, 12, 20, 21], np.int32)
-                positions[gap:] += 1
-                rows = Rows(np.ones(5, np.int32), np.array([slot] * 3 + [second.slot] * 2, np.int32), positions, np.arange(5))
-                small.pool.reserve(slot, 20), small.pool.reserve(second.slot, 30)
-                with pytest.raises(InputError, match="consecutive positions in slot"):
-                    small.forward(rows)
+            small.pool.reserve(slot, 20), small.pool.reserve(second.slot, 30)
+            for spans, message in [
+                ([Span(slot, 10, 12), Span(second.slot, 20, 22)], "a token for each of 4 positions, found 5"),
+                ([Span(slot, 10, 14), Span(second.slot, 20, 22)], "a token for each of 6 positions, found 5"),
+                ([Span(slot, 10, 15), Span(second.slot, 20, 20)], "1 to 64 positions in slot"),
+                ([Span(slot, 10, 12), Span(slot, 12, 15)], "each slot once"),
+            ]:
+                with pytest.raises(InputError, match=message):
+                    small.forward(Rows(np.ones(5, np.int32), spans, range(5)))
         with pytest.raises(InputError, match="token id within"):
             session.draft(1, lambda logits, position: vocab)
         session.decode(1)
