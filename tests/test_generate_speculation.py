@@ -162,3 +162,14 @@ def test_wrong_names(nano):
         speculator(nano, SamplingParams(), "sometimes")
     with pytest.raises(InputError):
         complete(nano, [], SamplingParams(), spec="always")
+
+
+@pytest.mark.parametrize("spec", ["off", "always", "gate"])
+def test_a_round_starts_from_what_the_one_before_ended_with(nano, prompts, spec):
+    rounds, steps = [], []
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    complete(nano, prompts["repeat"][0], params, spec=spec, on_round=rounds.append, on_step=steps.append)
+    for one, following in zip(rounds, rounds[1:]):
+        assert (following.before == one.logits[-1]).all() and following.before.argmax() == one.tokens[-1]
+    numbers = [number for number, one in enumerate(rounds, 1) for _ in one.tokens]
+    assert [step.round.number for step in steps[1:]] == numbers

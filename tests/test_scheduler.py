@@ -278,13 +278,20 @@ def test_all_decode_plainly_now_and_then(nano, prompts, monkeypatch):
     """Where all speculate nobody would learn what plain decoding takes."""
     steps, _ = watch(nano, monkeypatch)
     forwarded, drafted = BatchCosts.forwarded, BatchCosts.drafted  # a machine on which drafting always pays
-    monkeypatch.setattr(BatchCosts, "forwarded", lambda self, rows, ms, *kind: forwarded(self, rows, 1 + rows / 100, *kind))
+    kinds = []
+
+    def steady(self, rows, ms, plain, prompts):
+        kinds.append(plain and not prompts)
+        forwarded(self, rows, 1 + rows / 100, plain, prompts)
+
+    monkeypatch.setattr(BatchCosts, "forwarded", steady)
     monkeypatch.setattr(BatchCosts, "drafted", lambda self, n, ms: drafted(self, n, n / 100))
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Scheduler(nano, token_budget=96) as scheduler:
         for ticket in [scheduler.submit(Request(prompts[1], params)) for _ in range(3)]:
             ticket.result(WAIT)
     plain = [i for i, step in enumerate(steps) if list(step.values()) == [1, 1, 1]]
+    assert [i for i, one in enumerate(kinds[1:]) if one and len(steps[i]) == 3] == plain  # the first is told twice
     assert plain and BatchCosts.FIRST <= plain[0] < 30
     costs, due = BatchCosts(Costs()), []
     for _ in range(700):
