@@ -15,6 +15,7 @@ from numpy cimport NPY_FLOAT32, PyArray_SimpleNewFromData, import_array, npy_int
 
 import numpy as np
 
+from dsv4.config import pooled_blocks
 from dsv4.errors import BackendError, CheckpointError, ConfigError, InputError
 
 import_array()

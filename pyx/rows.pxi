@@ -320,15 +320,15 @@ def compress_pool(Team team, ring, slots, entries, int ratio, int capacity):
     """Ops.compress_pool."""
     cdef compress_pool_args a
     cdef Array ring_kv, es
-    cdef int parts = 2 if ratio == 4 else 1
     look(&ring_kv, ring[0], c"f", 2)
     look(&es, entries, c"i", 1)
     a.ring_kv, a.ring_gate = <float *>ring_kv.data, <float *>take(ring[1], c"f", ring_kv.shape[0] * ring_kv.shape[1])
     a.slots, a.entries = <int32_t *>take(slots, c"i", es.shape[0]), <int32_t *>es.data
-    a.rows, a.dim, a.ratio, a.capacity = es.shape[0], ring_kv.shape[1] // parts, ratio, capacity
+    a.blocks = pooled_blocks(ratio)
+    a.rows, a.dim, a.ratio, a.capacity = es.shape[0], ring_kv.shape[1] // a.blocks, ratio, capacity
     out = lines((a.rows, a.dim))
     a.out = <float *>take(out, c"f", <Py_ssize_t>a.rows * a.dim, True)
-    team.run(team.kernels.compress_pool, &a, team.share(30.0 * a.rows * a.dim * ratio * parts))
+    team.run(team.kernels.compress_pool, &a, team.share(30.0 * a.rows * a.dim * ratio * a.blocks))
     return out
 
 

@@ -126,7 +126,7 @@ cdef extern from "kernels.h" nogil:
         const int32_t *slots
         const int32_t *entries
         float *out
-        int rows, dim, ratio, capacity
+        int rows, dim, ratio, capacity, blocks
 
     struct index_quant_args:
         const float *x

@@ -182,10 +182,11 @@ static int compress_store_case(int rows, int width, int ratio)
 static int compress_pool_case(int rows, int dim, int ratio)
 {
     const int capacity = 3 * ratio;
-    const int64_t ring = 2LL * capacity * dim * (ratio == 4 ? 2 : 1);
+    const int blocks = ratio == 4 ? 2 : 1;
+    const int64_t ring = 2LL * capacity * dim * blocks;
     float *out = block(4LL * rows * dim, 4);
     struct compress_pool_args a = {numbers(ring), numbers(ring), integers(rows, 0, 2), integers(rows, 0, 6), out, rows,
-                                   dim, ratio, capacity};
+                                   dim, ratio, capacity, blocks};
     return EVERYWHERE(compress_pool, a, {out, 4LL * rows * dim});
 }
 

@@ -131,7 +131,6 @@ static void attend_keys(struct attention *w, const float *const *key, int count)
 
 /* Bit l: places a[l] and b[l] are the same. */
 static inline uint32_t same_places(v16i a, v16i b) { return ~(v16i_above(a, b) | v16i_above(b, a)) & 0xffff; }
-static inline v16i sixteen_places(const int32_t *p) { return v16i_load((const uint8_t *)p); }
 
 /* The present places of the row → place; how many. */
 static int present_places(const struct attend_part *part, int64_t row, int32_t *place)
@@ -139,7 +138,7 @@ static int present_places(const struct attend_part *part, int64_t row, int32_t *
     const int32_t *places = part->places + row * part->count;
     int count = 0, i = 0;
     for (; i + 16 <= part->count; i += 16) {
-        const v16i some = sixteen_places(places + i);
+        const v16i some = v16i_load(places + i);
         const uint32_t present = v16i_above(some, v16i_set1(-1));
         v16i_pack(place + count, some, present);
         count += __builtin_popcount(present);
@@ -158,9 +157,9 @@ static int known_keys(const int32_t *place, int count, const float **key, const 
 {
     int lacking = 0;
     for (int i = 0, j = 0; i < count;) {
-        const v16i next = sixteen_places(old + j);
+        const v16i next = v16i_load(old + j);
         const int left = olds - j < count - i ? olds - j : count - i;
-        int run = __builtin_ctz(~same_places(sixteen_places(place + i), next));
+        int run = __builtin_ctz(~same_places(v16i_load(place + i), next));
         run = run < left ? run : left;
         if (run) {
             memcpy(key + i, known + j, 16 * sizeof *key);

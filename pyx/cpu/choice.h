@@ -22,13 +22,12 @@ static inline uint32_t held_keys(const struct choice *c, int i)
 {
     return c->held - i < 16 ? (1u << (c->held - i)) - 1 : 0xffff;
 }
-static inline v16i sixteen_of(const int32_t *p) { return v16i_load((const uint8_t *)p); }
 
 static inline int keys_above(const struct choice *c, int32_t bound)
 {
     int count = 0;
     for (int i = 0; i < c->held; i += 16)
-        count += __builtin_popcount(v16i_above(sixteen_of(c->key + i), v16i_set1(bound)) & held_keys(c, i));
+        count += __builtin_popcount(v16i_above(v16i_load(c->key + i), v16i_set1(bound)) & held_keys(c, i));
     return count;
 }
 
@@ -45,7 +44,7 @@ static int32_t narrow_few(struct choice *c, int k)
     }
     int equal = reached == k ? k : k - keys_above(c, bound); /* of those at the bound, so many stay */
     for (int i = 0; i < c->held; i += 16) {
-        const v16i key = sixteen_of(c->key + i), entry = sixteen_of(c->entry + i), edge = v16i_set1(bound);
+        const v16i key = v16i_load(c->key + i), entry = v16i_load(c->entry + i), edge = v16i_set1(bound);
         const uint32_t above = v16i_above(key, edge) & held_keys(c, i);
         uint32_t same = held_keys(c, i) & ~above & ~v16i_above(edge, key);
         while (__builtin_popcount(same) > equal) same ^= 1u << (31 - __builtin_clz(same));

@@ -20,13 +20,13 @@ static void FN(compress_store)(void *args, int tid, int n)
 static void FN(compress_pool)(void *args, int tid, int n)
 {
     const struct compress_pool_args *a = args;
-    const int64_t groups = (a->dim + 15) / 16, width = a->ratio == 4 ? 2 * (int64_t)a->dim : a->dim;
+    const int64_t groups = (a->dim + 15) / 16, width = (int64_t)a->blocks * a->dim;
     int64_t from, to;
     team_share(a->rows * groups, tid, n, &from, &to);
     for (int64_t unit = from; unit < to; unit++) {
         const int64_t row = unit / groups;
         const int start = (int)(unit % groups) * 16, left = a->dim - start;
-        const int32_t first = a->entries[row] * a->ratio, older = a->ratio == 4 && first ? 4 : 0;
+        const int32_t first = a->entries[row] * a->ratio, older = first ? (a->blocks - 1) * a->ratio : 0;
         const int64_t slot = (int64_t)a->slots[row] * a->capacity * width + start;
         const int64_t end = slot + a->capacity * width, begin = slot + (first - older) % a->capacity * width;
         v16 top = v16_set1(-INFINITY), sum = v16_zero(), pooled = v16_zero();

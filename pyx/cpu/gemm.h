@@ -375,7 +375,7 @@ static void FN(decode_chunk)(struct FN(chunk) *chunk, int nn, int64_t len, float
 static void FN(add_chunk)(const struct FN(chunk) *chunk, int nn, const float *const *x, int64_t at, int rows,
                           int64_t len, int first, float *sums)
 {
-    /* of weights that are decoded by the way, as many rows as there can be */
+    /* of weights that are decoded on the fly, as many rows as there can be */
     const int most = chunk->form == TILE_FP4 || chunk->form == FORMAT_F32 ? V16_ROWS : V16_MANY;
     for (int r = 0; r < rows; r += most) {
         const int live = rows - r < most ? rows - r : most;

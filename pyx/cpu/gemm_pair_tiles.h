@@ -189,7 +189,7 @@ INLINE void FN(fp8_sums)(const uint16_t *tile, int nn, const uint16_t *const *x,
     }
 }
 
-/* Up to eight rows wait for weights that come from memory: decoding by the way keeps them coming. */
+/* Up to eight rows wait for weights that come from memory: decoding on the fly keeps them coming. */
 static int FN(tile_pays)(const struct matrix *w, int rows)
 {
     return rows > (w->format == FORMAT_FP8 || w->n * w->weight_stride <= NEAR ? FEW_PAIRS : 8);

@@ -67,7 +67,7 @@ struct moe_args {
     uint16_t *pairs;        /* the same as FP8 linears of many rows may want it */
     float *act;             /* [entries, inner as a multiple of 64] */
     _Atomic int wide;       /* set where the kernel met activations too large for it: use `plain` of the table */
-    float *totals;         /* [threads, slices, parts, MOE_WIDTH] */
+    float *totals;          /* [threads, slices, parts, MOE_WIDTH] */
     _Atomic int64_t next_inner, next_output; /* jobs handed out; 0 at the start */
 };
 

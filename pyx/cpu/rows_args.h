@@ -88,6 +88,7 @@ struct compress_pool_args {
     const int32_t *slots, *entries;
     float *out;
     int rows, dim, ratio, capacity;
+    int blocks; /* of `ratio` positions that an entry pools: its own, or the one before too */
 };
 
 /* index_query (out given) and encode_index (cache given); no rotation where rope.pairs is 0; dim 2^i >= 32 */

@@ -135,9 +135,9 @@ static inline void v16i_pack(int32_t *p, v16i x, uint32_t lanes)
     for (; lanes; lanes &= lanes - 1) *p++ = all[__builtin_ctz(lanes)];
 }
 
-static inline v16i v16i_load(const uint8_t *p)
+static inline v16i v16i_load(const void *p)
 {
-    return (v16i){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
+    return (v16i){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
 }
 static inline v16i v16i_four(const uint8_t *p)
 {

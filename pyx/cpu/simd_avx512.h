@@ -134,7 +134,7 @@ static inline void v16i_pack(int32_t *p, v16i x, uint32_t lanes)
     _mm512_storeu_si512(p, _mm512_maskz_compress_epi32((__mmask16)lanes, x));
 }
 
-static inline v16i v16i_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+static inline v16i v16i_load(const void *p) { return _mm512_loadu_si512(p); }
 static inline v16i v16i_four(const uint8_t *p)
 {
     int32_t x;

@@ -166,7 +166,7 @@ static inline void v16_e2m1_quads(const uint8_t *p, v16 *q)
 /* Sums of products of bytes. v16i_four: p[0 .. 3] in every lane; v16i_dot adds to each lane the products of a's four
  * bytes (without sign) and b's (with), from v16i_dot_start on; v16i_dot_sum: the sums. Where V16_KEY_STEPS is 0, up to
  * 8 times, of bytes at most 24 and 15, a start of at most 5760. */
-static inline v16i v16i_load(const uint8_t *p) { v16i r; memcpy(&r, p, 64); return r; }
+static inline v16i v16i_load(const void *p) { v16i r; memcpy(&r, p, 64); return r; }
 static inline v16i v16i_four(const uint8_t *p) { int32_t x; memcpy(&x, p, 4); return v16i_set1(x); }
 static inline v16i v16i_dot(v16i acc, v16i a, v16i b)
 {

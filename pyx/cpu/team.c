@@ -70,7 +70,7 @@ static uint64_t event_wait(struct event *e, uint64_t past)
         else sched_yield();
     }
     for (;;) {
-        atomic_store(&e->asleep, 1); /* before the look: who changes the value looks whether one sleeps after that */
+        atomic_store(&e->asleep, 1); /* before the look: whoever changes the value checks this afterwards */
         value = atomic_load(&e->value);
         if (value > past) break;
 #if defined(__linux__)
