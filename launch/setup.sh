@@ -104,7 +104,7 @@ setup() {
     fi
   fi
   need_system
-  say "installing into $venv (compiles the kernels; about a minute)"
+  say "installing into $venv (compiles the kernels; a minute or two)"
   "$python" -m pip install --quiet --disable-pip-version-check -e "$root[$extras]" >&2 || fail "installation failed (see above)"
   echo "$now" >"$venv/.dsv4-run"
   echo "$now" >"$venv/.dsv4-$extra"
