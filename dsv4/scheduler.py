@@ -215,7 +215,7 @@ class Scheduler:
         blocks = draft_all([(one.session, *one.wish) for one in asking])
         self._counts["draft_s"] += time.perf_counter() - start
         for one, block in zip(asking, blocks):
-            one.drafted(block)
+            one.advance(block)
         self._costs.drafted(len(asking), 1e3 * (time.perf_counter() - start))  # with choosing the lengths
 
     def _forward(self) -> None:

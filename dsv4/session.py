@@ -139,6 +139,13 @@ class Session:
         drafted token. logits: whether those are wanted. Raises StateError before the first token was consumed,
         ConfigError without a draft module, and what `choose` raises.
         """
+        block = self.try_draft(token, choose, logits)
+        if isinstance(block, Exception):
+            raise block
+        return block
+
+    def try_draft(self, token: int | None, choose: Choose, logits: bool = False) -> Drafted | Exception:
+        """draft(), but what `choose` raises for a drafted token is returned."""
         engine = self._open()
         if engine.draft is None:
             raise ConfigError("draft: expected a checkpoint with mtp.* tensors, found one without a draft module")
@@ -147,8 +154,6 @@ class Session:
         token = choose(self._last(), self.position) if token is None else token
         check_tokens([token], engine.config.vocab_size)
         (block,) = draft_all([(self, token, choose)], logits)
-        if isinstance(block, Exception):
-            raise block
         return block
 
     def _last(self) -> np.ndarray:

@@ -32,7 +32,7 @@ MODES = ("batched", "sequential")
 
 
 class WantsDraft(NamedTuple):
-    """A block after the committed `token`. Answer: Drafted, without logits."""
+    """A block after the committed `token`. Answer: Drafted, without logits; or what a choice of its tokens raised."""
 
     token: int
     choose: Choose
@@ -55,7 +55,7 @@ def granting(session: Session, plan: Generator[Any, Any, Any]) -> Generator[Any,
         answer, error = None, None
         try:
             if isinstance(wish, WantsDraft):
-                answer = session.draft(*wish, logits=False)
+                answer = session.try_draft(*wish)
             elif isinstance(wish, WantsRows):
                 answer = session.forward(wish.tokens, "all")
             else:
@@ -204,9 +204,10 @@ class Speculator:
         if gate is not None and room > 1:
             if gate.before_draft(found.margin if gate.reads_margin else None):
                 start = time.perf_counter()
-                block: Drafted = yield WantsDraft(token, self.choose)
-                found.drafted, found.confidence = block.ids.tolist(), block.confidence.tolist()
-                found.length = gate.choose(found.confidence)
+                block: Drafted | Exception = yield WantsDraft(token, self.choose)
+                if not isinstance(block, Exception):  # else as if not drafted: plain decoding may never make that choice
+                    found.drafted, found.confidence = block.ids.tolist(), block.confidence.tolist()
+                    found.length = gate.choose(found.confidence)
                 found.draft_s = time.perf_counter() - start
             else:
                 self.counters.margin_skipped_rounds += gate.skipped_by_margin

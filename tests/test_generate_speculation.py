@@ -2,12 +2,19 @@
 
 import dataclasses
 from collections import Counter
+from itertools import count
 
+import numpy as np
 import pytest
 
 from dsv4 import SamplingParams
+from dsv4.dspark import Draft
 from dsv4.errors import ConfigError, InputError
+from dsv4.gate import make_rule
 from dsv4.generate import complete, settled, speculator, stream
+from dsv4.sampling import greedy
+from dsv4.scheduler import Request, Scheduler
+from dsv4.speculate import Speculator
 
 KINDS = ("repeat", "code", "math", "prose")
 SPECS = ("always", "gate", "fixed:2")
@@ -173,3 +180,44 @@ def test_a_round_starts_from_what_the_one_before_ended_with(nano, prompts, spec)
         assert (following.before == one.logits[-1]).all() and following.before.argmax() == one.tokens[-1]
     numbers = [number for number, one in enumerate(rounds, 1) for _ in one.tokens]
     assert [step.round.number for step in steps[1:]] == numbers
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_broken_logits_of_a_draft_fail_no_request(nano, prompts, monkeypatch, temperature):
+    head, calls, broken = Draft.logits, count(), []
+
+    def spoilt(self, x):
+        logits = head(self, x)
+        if next(calls) % 2:
+            broken.append(len(logits))
+            logits[len(broken) % len(logits), 7] = np.nan
+        return logits
+
+    monkeypatch.setattr(Draft, "logits", spoilt)
+    params = {"temperature": temperature, "seed": 1, "max_tokens": 30, "ignore_eos": True}
+    tokens = same_answers(nano, prompts["code"][0], **params)["tokens"]
+    with Scheduler(nano) as scheduler:
+        tickets = [scheduler.submit(Request(prompts["code"][0], SamplingParams(**params), spec)) for spec in SPECS]
+        assert [ticket.result(60).tokens for ticket in tickets] == [tokens] * len(SPECS)
+        assert scheduler.stats()["skipped_rounds"] > 0
+    assert len(broken) > 10
+
+
+@pytest.mark.parametrize("mode", ["batched", "sequential"])
+def test_a_choice_that_fails_is_asked_for_at_its_place(nano, prompts, mode):
+    prompt = prompts["repeat"][0]
+    for position in range(len(prompt), len(prompt) + 12):
+
+        def refuse(logits, at):
+            if at == position:
+                raise ValueError("no")
+            return greedy(logits, at)
+
+        found = []
+        for gate in (None, make_rule("always", 5), make_rule("fixed:2", 5), make_rule("calibrated", 5)):
+            tokens = []
+            with nano.session() as session, pytest.raises(ValueError, match="no"):
+                for token, _, _ in settled(session, prompt, 20, Speculator(gate, refuse, mode)):
+                    tokens.append(token)
+            found.append(tokens)
+        assert len(found[0]) == position - len(prompt) and found[1:] == found[:1] * 3

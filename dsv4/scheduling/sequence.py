@@ -9,7 +9,6 @@ from ..generate import Answer, Settles, Step, WantsPrompt, settling
 from ..speculate import WantsDraft, WantsRows
 
 if TYPE_CHECKING:
-    from ..dspark import Drafted
     from ..engine import Engine
     from ..prefix import PrefixStore
     from .tickets import Ticket
@@ -62,17 +61,12 @@ class Sequence:
         if self.prefixes is not None and (done or self.session.position == self._keep_at):
             self.prefixes.keep(self.session)  # after the first token is out: the session still is where the prompt left it
 
-    def drafted(self, block: Drafted | Exception) -> None:
-        """Its block, or what its own choice of a token raised."""
-        failed = isinstance(block, Exception)
-        self.advance(None if failed else block, block if failed else None)
-
-    def advance(self, answer: Any, error: BaseException | None = None) -> None:
+    def advance(self, answer: Any) -> None:
         """Answer the wish, hand on what that settled, and have the next wish; or end, in this sequence's own error."""
         steps: list[Step] = []
         plan = self._plan
         try:
-            wish = plan.throw(error) if error else plan.send(answer)
+            wish = plan.send(answer)
             while isinstance(wish, Settles):
                 kept = self.answer.push(*wish)
                 steps += kept
