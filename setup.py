@@ -4,7 +4,6 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-import numpy
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
@@ -21,6 +20,15 @@ class BuildExt(build_ext):
         if not header.exists():
             raise SystemExit(
                 f"dsv4: no Python headers: {header} is not there. Install them (Debian: apt install python3-dev)."
+            )
+        try:
+            import numpy
+        except ImportError:
+            raise SystemExit("dsv4: no NumPy to build with. Let pip fetch it (without --no-build-isolation), or install numpy 2.")
+        if int(numpy.__version__.split(".")[0]) < 2:
+            raise SystemExit(
+                f"dsv4: expected NumPy 2 to build with, found {numpy.__version__}: what it builds would not run with NumPy 2. "
+                "Let pip fetch it (without --no-build-isolation), or install numpy 2."
             )
         ext.include_dirs.append(numpy.get_include())
         super().build_extension(ext)

@@ -103,16 +103,23 @@ def test_gate_settings_reach_the_engine(monkeypatch):
         Engine.load("/nowhere")  # told before anything is loaded
 
 
-def test_without_the_compiled_module(monkeypatch):
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (ImportError("no module _cpu"), "the compiled module is missing.*pip install -e"),
+        (ValueError("numpy.dtype size changed"), "built with another NumPy .numpy.dtype size changed.; install it again"),
+    ],
+)
+def test_without_the_compiled_module(monkeypatch, error, message):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
         if name.endswith("cpu"):
-            raise ImportError("no module _cpu")
+            raise error
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BackendError, match="the compiled module is missing.*pip install -e"):
+    with pytest.raises(BackendError, match=message):
         Engine.load("nano")
     assert Engine.load("nano", backend="reference").model.ops.name == "reference"
 

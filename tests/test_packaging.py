@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -19,6 +20,7 @@ SETUP = """
 import sys, sysconfig
 get_path = sysconfig.get_path
 sysconfig.get_path = lambda name, *rest, **more: {include!r} if name == "include" else get_path(name, *rest, **more)
+{before}
 sys.argv = ["setup.py", "-q", "build_ext", "--build-lib", {out!r}, "--build-temp", {out!r}]
 exec(open("setup.py").read())
 """
@@ -80,17 +82,21 @@ def test_the_compiled_module_is_beside_the_package():
     assert spec and Path(spec.origin).parent == Path(dsv4.__file__).parent
 
 
-LACKS = [("compiler", "no C compiler: '/nowhere/cc'"), ("header", "no Python headers")]
+LACKS = [
+    ("compiler", "no C compiler: '/nowhere/cc'", "Debian: apt install"), ("header", "no Python headers", "Debian: apt install"),
+    ("numpy", "no NumPy to build with", "install numpy 2"), ("numpy 2", "expected NumPy 2 to build with, found 1.26.4", "install numpy 2"),
+]  # fmt: skip
+BEFORE = {"numpy": "sys.modules['numpy'] = None", "numpy 2": "import numpy; numpy.__version__ = '1.26.4'"}
 
 
-@pytest.mark.parametrize("without, words", LACKS)
-def test_a_build_says_what_it_lacks(tmp_path, without, words):
-    include = str(tmp_path) if without == "header" else sys.base_prefix
+@pytest.mark.parametrize("without, words, hint", LACKS)
+def test_a_build_says_what_it_lacks(tmp_path, without, words, hint):
+    include = {"header": str(tmp_path)}.get(without, sysconfig.get_path("include"))
     env = {"CC": "/nowhere/cc"} if without == "compiler" else {}
-    status, text = run(sys.executable, "-c", SETUP.format(include=include, out=str(tmp_path)), cwd=ROOT, **env)
+    status, text = run(sys.executable, "-c", SETUP.format(include=include, out=str(tmp_path), before=BEFORE.get(without, "")), cwd=ROOT, **env)
     assert status != 0
     last = text.strip().splitlines()[-1]
-    assert last.startswith("dsv4: " + words) and "Debian: apt install" in last
+    assert last.startswith("dsv4: " + words) and hint in last
 
 
 @pytest.fixture(scope="module")

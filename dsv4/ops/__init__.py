@@ -334,6 +334,10 @@ def open_ops(name: str, *, threads: int = 1, device: int = 0) -> Ops:
                 f"backend cpu: the compiled module is missing ({error}); install with `pip install -e .` in a checkout "
                 "(a plain `pip install .` must be run from outside the checkout: here Python imports the sources)"
             ) from error
+        except ValueError as error:  # numpy.dtype size changed
+            raise BackendError(
+                f"backend cpu: the compiled module was built with another NumPy ({error}); install it again"
+            ) from error
         return CpuOps(threads=threads)
     if name == "cuda":
         from .cuda import CudaOps
