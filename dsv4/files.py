@@ -22,7 +22,8 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
         with open(path, "wb") as file:
             yield file
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    name = os.fsdecode(os.fsencode(path.name)[:200])  # a file's name has at most 255 bytes
+    temporary = path.with_name(f".{name}.{os.getpid()}.part")
     try:
         with open(temporary, "wb") as file:
             yield file

@@ -150,7 +150,9 @@ def test_commands(command, capsys):
     assert all({"cpu", "cores", "like"} <= set(r) for r in records)
     assert main(options) == 0
     assert "GB/s" in capsys.readouterr().out
-    assert main(["bench", command, "--threads", "0"]) == 2
+    for wrong, words in (("0", "expected numbers >= 1; found '0'"), ("1,x", "expected numbers separated by commas, such as 1,2; found '1,x'")):
+        assert main(["bench", command, "--threads", wrong]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_prefill_takes_a_number_of_experts(capsys):

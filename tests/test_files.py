@@ -23,6 +23,14 @@ def test_replaced_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["f"]
 
 
+def test_every_name_that_a_file_can_have(tmp_path):
+    for name in ("x" * 255, "x" * 250, "ä" * 127):
+        assert replaceable(tmp_path / name)
+        with replacing(tmp_path / name) as file:
+            file.write(name.encode())
+    assert sorted(os.listdir(tmp_path)) == ["x" * 250, "x" * 255, "ä" * 127]
+
+
 def test_links_are_followed(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_bytes(b"old")

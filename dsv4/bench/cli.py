@@ -19,7 +19,7 @@ def _lengths(ctx, param, value: str | None) -> list[int] | None:
     try:
         return None if value is None else [int(part) for part in value.split(",")]
     except ValueError as error:
-        raise click.BadParameter(f"expected lengths separated by commas, such as 128,512; found {value!r}") from error
+        raise click.BadParameter(f"expected numbers separated by commas, such as 1,2; found {value!r}") from error
 
 
 @click.group(invoke_without_command=True)
