@@ -11,6 +11,7 @@ wishes of one plan by themselves; the scheduler grants those of many sequences i
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Callable, Generator, Iterator, NamedTuple, Sequence
@@ -205,7 +206,9 @@ class Speculator:
             if gate.before_draft(found.margin if gate.reads_margin else None):
                 start = time.perf_counter()
                 block: Drafted | Exception = yield WantsDraft(token, self.choose)
-                if not isinstance(block, Exception):  # else as if not drafted: plain decoding may never make that choice
+                if isinstance(block, Exception):  # as if not drafted: plain decoding may never make that choice
+                    warnings.warn(f"speculation: a draft failed and counts as none: {block}", RuntimeWarning, stacklevel=2)
+                else:
                     found.drafted, found.confidence = block.ids.tolist(), block.confidence.tolist()
                     found.length = gate.choose(found.confidence)
                 found.draft_s = time.perf_counter() - start

@@ -195,7 +195,8 @@ def test_broken_logits_of_a_draft_fail_no_request(nano, prompts, monkeypatch, te
 
     monkeypatch.setattr(Draft, "logits", spoilt)
     params = {"temperature": temperature, "seed": 1, "max_tokens": 30, "ignore_eos": True}
-    tokens = same_answers(nano, prompts["code"][0], **params)["tokens"]
+    with pytest.warns(RuntimeWarning, match="a draft failed and counts as none: logits: expected finite numbers"):
+        tokens = same_answers(nano, prompts["code"][0], **params)["tokens"]
     with Scheduler(nano) as scheduler:
         tickets = [scheduler.submit(Request(prompts["code"][0], SamplingParams(**params), spec)) for spec in SPECS]
         assert [ticket.result(60).tokens for ticket in tickets] == [tokens] * len(SPECS)
