@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +75,10 @@ class Rows:
     def named(wanted, n: int) -> Sequence[int]:
         """The row numbers, of n rows, that "last", "all" or "none" stands for; or `wanted` itself, checked. Raises InputError."""
         if not isinstance(wanted, str):
-            rows = [int(row) for row in wanted]
+            try:
+                rows = [index(row) for row in wanted]
+            except TypeError:
+                raise InputError(f"wanted: expected last, all, none or row numbers; found {wanted!r}") from None
             if any(not a < b for a, b in zip([-1, *rows], [*rows, n])):
                 raise InputError(f"wanted: expected ascending row numbers within 0..{n - 1}; found {rows}")
             return rows

@@ -207,7 +207,8 @@ class Speculator:
                 start = time.perf_counter()
                 block: Drafted | Exception = yield WantsDraft(token, self.choose)
                 if isinstance(block, Exception):  # as if not drafted: plain decoding may never make that choice
-                    warnings.warn(f"speculation: a draft failed and counts as none: {block}", RuntimeWarning, stacklevel=2)
+                    what = type(block).__name__  # its text may have numbers in it, and Python says each text once
+                    warnings.warn(f"speculation: a draft failed and counts as none: {what}", RuntimeWarning, stacklevel=2)
                 else:
                     found.drafted, found.confidence = block.ids.tolist(), block.confidence.tolist()
                     found.length = gate.choose(found.confidence)

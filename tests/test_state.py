@@ -307,6 +307,9 @@ def test_bad_tokens_change_nothing(small, tokens, cold):
             session.prefill([])
         with pytest.raises(InputError, match="expected ascending row numbers"):
             session.forward([1, 2], [1, 0])
+        for wrong in (1, None, [0.5], np.array([0.0])):
+            with pytest.raises(InputError, match="expected last, all, none or row numbers; found"):
+                session.forward([1, 2], wrong)
         with pytest.raises(InputError, match="expected last, all, none"):
             session.forward([1, 2], "first")
         same_state(state_of(session), before)
