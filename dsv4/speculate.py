@@ -206,12 +206,12 @@ class Speculator:
             if gate.before_draft(found.margin if gate.reads_margin else None):
                 start = time.perf_counter()
                 block: Drafted | Exception = yield WantsDraft(token, self.choose)
-                if isinstance(block, Exception):  # as if not drafted: plain decoding may never make that choice
+                if isinstance(block, Exception):  # a block of no tokens: plain decoding may never make that choice
                     what = type(block).__name__  # its text may have numbers in it, and Python says each text once
                     warnings.warn(f"speculation: a draft failed and counts as none: {what}", RuntimeWarning, stacklevel=2)
                 else:
                     found.drafted, found.confidence = block.ids.tolist(), block.confidence.tolist()
-                    found.length = gate.choose(found.confidence)
+                found.length = gate.choose(found.confidence)
                 found.draft_s = time.perf_counter() - start
             else:
                 self.counters.margin_skipped_rounds += gate.skipped_by_margin
@@ -230,8 +230,8 @@ class Speculator:
         counters.drafted += found.length
         counters.accepted += found.accepted
         if gate is not None:
-            gate.observe(1e3 * found.draft_s if found.drafted else None, found.length, 1e3 * found.verify_s)
-            if found.drafted:
+            gate.observe(1e3 * found.draft_s or None, found.length, 1e3 * found.verify_s)
+            if found.draft_s:
                 gate.record(found.confidence, found.length, found.accepted)
             else:
                 gate.record_skip()

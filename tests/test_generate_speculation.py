@@ -208,6 +208,26 @@ def test_broken_logits_of_a_draft_fail_no_request(nano, prompts, monkeypatch, te
     assert text == "speculation: a draft failed and counts as none: Dsv4Error"
 
 
+@pytest.mark.filterwarnings("ignore:speculation")
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_the_gate_gives_up_on_drafts_that_always_fail(nano, prompts, monkeypatch, side_by_side):
+    head, drafts = Draft.logits, count()
+
+    def spoilt(self, x):
+        next(drafts)
+        return np.full_like(head(self, x), np.nan)
+
+    monkeypatch.setattr(Draft, "logits", spoilt)
+    request = Request(prompts["code"][0], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    if side_by_side:
+        with Scheduler(nano) as scheduler:
+            for ticket in [scheduler.submit(request) for _ in range(4)]:
+                ticket.result(60)
+    else:
+        complete(nano, request.tokens, request.sampling)
+    assert 0 < next(drafts) < 50
+
+
 @pytest.mark.parametrize("mode", ["batched", "sequential"])
 def test_a_choice_that_fails_is_asked_for_at_its_place(nano, prompts, mode):
     prompt = prompts["repeat"][0]
