@@ -196,7 +196,7 @@ def test_cheap():
 class Drafting(FakeSession):
     """Drafts five tokens that are all wrong."""
 
-    def draft(self, token, choose, logits):
+    def try_draft(self, token, choose):
         ids = np.array([self.wrong] * BLOCK)
         return SimpleNamespace(ids=ids, confidence=np.full(BLOCK, 2.0, np.float32))
 

@@ -228,6 +228,7 @@ def test_the_gate_gives_up_on_drafts_that_always_fail(nano, prompts, monkeypatch
     assert 0 < next(drafts) < 50
 
 
+@pytest.mark.filterwarnings("ignore:speculation")
 @pytest.mark.parametrize("mode", ["batched", "sequential"])
 def test_a_choice_that_fails_is_asked_for_at_its_place(nano, prompts, mode):
     prompt = prompts["repeat"][0]

@@ -112,6 +112,7 @@ def test_answers_are_those_of_single_runs(nano, prompts, seen, budget, running):
         assert stats[name] == sum(one.speculation[name] for one in found), name
 
 
+@pytest.mark.filterwarnings("ignore:speculation")
 def test_cancelled_and_failing_neighbours_change_nothing(nano, prompts, seen, monkeypatch):
     from dsv4 import sampling
 
