@@ -7,7 +7,6 @@ from __future__ import annotations
 from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
-from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t
 from libc.stdlib cimport free
@@ -21,10 +20,6 @@ from dsv4.errors import BackendError, CheckpointError, ConfigError, InputError
 import_array()
 cdef object empty = np.empty
 cdef object float32 = np.float32
-
-# Arrays are made and freed again with every forward. glibc gives the memory back to the system, and a page fault for
-# every 4 KB is the price of the next one, until it has seen a block of such a size freed: then it keeps twice as much.
-PyMem_RawFree(PyMem_RawMalloc(16 << 20))
 
 
 cdef extern from "stdlib.h" nogil:
@@ -194,14 +189,38 @@ cdef Buffer floats(array, int64_t columns):
 # own, of a few sizes (64, 128, .. 512 bytes, and then four to each doubling), which are used again.
 cdef enum:
     LINE = 64
-    SIZES = 44            # up to 256 KB; larger blocks come from malloc and go back there
-    SPARE_BYTES = 4 << 20 # of blocks in no use; beyond, they go back to malloc
+    SIZES = 68             # up to 16 MB; larger blocks come from malloc and go back there
+    SPARE_BYTES = 16 << 20 # of blocks in no use; beyond, those go of the size that was longest not asked for
 
 cdef struct block:        # what a spare block holds: the next of its size
     block *next
 
 cdef block *spare[SIZES]
 cdef int64_t spare_bytes = 0
+cdef int64_t asked[SIZES] # when a block of this size was last asked for, in blocks
+cdef int64_t asks = 0
+
+
+cdef void free_spare(int64_t most) noexcept:
+    """Give blocks back to malloc until so many bytes are spare."""
+    global spare_bytes
+    cdef block *start
+    cdef int number, oldest
+    while spare_bytes > most:
+        oldest = -1
+        for number in range(SIZES):
+            if spare[number] is not NULL and (oldest < 0 or asked[number] < asked[oldest]):
+                oldest = number
+        start = spare[oldest]
+        spare[oldest] = start.next
+        spare_bytes -= size_of(oldest)
+        free(start)
+
+
+cdef int64_t size_of(int number) noexcept:
+    """Bytes of the blocks of a size."""
+    cdef int shift = max(number // 4 - 1, 0)
+    return <int64_t>(number - 4 * shift + 1 << shift) * LINE
 
 
 @cython.final
@@ -210,33 +229,38 @@ cdef class Memory:
     """A block, the base of an array and so of its views; spare again when the last of them is gone."""
 
     cdef block *start
-    cdef int64_t size
     cdef int number  # of the size; SIZES and more: not kept
 
     def __cinit__(self, int64_t size):
+        global spare_bytes, asks
         cdef int64_t last = max(size - 1, 0) // LINE
         cdef int shift = 0
         while last >> shift > 7:
             shift += 1
         self.number = 4 * shift + <int>(last >> shift)
-        self.size = ((last >> shift) + 1 << shift) * LINE
-        if self.number < SIZES and spare[self.number] is not NULL:
-            global spare_bytes
+        size = size_of(self.number)
+        if self.number < SIZES:
+            asks += 1
+            asked[self.number] = asks
             self.start = spare[self.number]
-            spare[self.number] = self.start.next
-            spare_bytes -= self.size
-        elif posix_memalign(<void **>&self.start, LINE, self.size):
+            if self.start is not NULL:
+                spare[self.number] = self.start.next
+                spare_bytes -= size
+                return
+        if posix_memalign(<void **>&self.start, LINE, size):
             self.start = NULL
-            raise MemoryError(f"expected {self.size} bytes for an array, found no memory")
+            raise MemoryError(f"expected {size} bytes for an array, found no memory")
 
     def __dealloc__(self):
         global spare_bytes
-        if self.start is NULL or self.number >= SIZES or spare_bytes + self.size > SPARE_BYTES:
+        if self.start is NULL or self.number >= SIZES:
             free(self.start)
-        else:
-            self.start.next = spare[self.number]
-            spare[self.number] = self.start
-            spare_bytes += self.size
+            return
+        self.start.next = spare[self.number]
+        spare[self.number] = self.start
+        spare_bytes += size_of(self.number)
+        if spare_bytes > SPARE_BYTES:
+            free_spare(SPARE_BYTES)
 
 
 def lines(tuple shape):

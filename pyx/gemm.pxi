@@ -87,11 +87,6 @@ cdef inline int64_t to_64(int64_t n) noexcept nogil:
     return (n + 63) // 64 * 64
 
 
-cdef inline char *to_line(char *p) noexcept nogil:
-    """The next address where a cache line begins: what is read again and again must not straddle two."""
-    return <char *>((<uintptr_t>p + 63) & ~<uintptr_t>63)
-
-
 cdef int check_slices(int slices, int64_t k, format fmt) except -1:
     cdef bint packed = fmt == FORMAT_FP8 or fmt == FORMAT_FP4
     if slices == 1:
@@ -109,7 +104,8 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
     check_slices(slices, w.m.k, w.m.format)
     if groups < 1 or w.m.n % groups:
         raise InputError(f"grouped linear: expected outputs in {groups} equal groups, found {w.shape[0]}")
-    cdef Buffer xs = floats(x, w.m.k * groups), moved, room
+    cdef Buffer xs = floats(x, w.m.k * groups)
+    cdef Memory moved, room
     cdef int threads
     a.w, a.rows, a.groups, a.slices, a.stride = &w.m, xs.view.shape[0], groups, slices, w.m.k
     y = lines((a.rows, w.m.n))
@@ -119,18 +115,18 @@ def linear(Team team, x, Matrix w, int slices=1, int groups=1):
         return y
     if w.m.format == FORMAT_FP4:
         a.stride = to_64(w.m.k)
-        moved = Buffer(empty(a.rows * groups * a.stride, float32))
+        moved = Memory(4 * a.rows * groups * a.stride)
         with nogil:
-            team.kernels.quads(a.x, <float *>moved.view.buf, a.rows * groups, w.m.k)
-        a.x = <const float *>moved.view.buf
-    elif a.rows > 1 and <uintptr_t>a.x % 64:
-        moved = Buffer(empty(a.rows * groups * a.stride + 16, float32))
-        a.x = <const float *>memcpy(to_line(<char *>moved.view.buf), a.x, 4 * a.rows * groups * a.stride)
+            team.kernels.quads(a.x, <float *>moved.start, a.rows * groups, w.m.k)
+        a.x = <const float *>moved.start
+    elif a.rows > 1 and <uintptr_t>a.x % LINE:  # what is read again and again must not straddle two lines
+        moved = Memory(4 * a.rows * groups * a.stride)
+        a.x = <const float *>memcpy(moved.start, a.x, 4 * a.rows * groups * a.stride)
     threads = team.share(<double>a.rows * w.m.n * w.m.k)
     a.pairs = NULL
     if team.kernels.takes_pairs and w.m.format == FORMAT_FP8 and a.rows > FEW_PAIRS and groups == 1 and w.m.k % 128 == 0:
-        room = Buffer(lines((threads * min(a.rows, BLOCK), w.m.k // 2)))
-        a.pairs = <uint16_t *>room.view.buf
+        room = Memory(2 * threads * min(a.rows, BLOCK) * w.m.k)
+        a.pairs = <uint16_t *>room.start
     team.run(team.kernels.linear, &a, threads)
     return y
 
@@ -175,9 +171,9 @@ cdef class Choices:
 
 
 cdef class MoeScratch:
-    """The work areas of one moe call, in one allocation."""
+    """The work areas of one moe call, in one block."""
 
-    cdef char *memory
+    cdef Memory memory
     cdef moe_args a
     cdef int32_t *expert
     cdef int64_t *first
@@ -205,10 +201,8 @@ cdef class MoeScratch:
         for i in range(12):
             at[i] = total
             total += (sizes[i] + 63) // 64 * 64
-        self.memory = <char *>PyMem_Malloc(total + 64)
-        if self.memory is NULL:
-            raise MemoryError(f"moe: no {total} bytes for {rows} rows")
-        cdef char *base = to_line(self.memory)
+        self.memory = Memory(total)
+        cdef char *base = <char *>self.memory.start
         self.a.plain = <float *>(base + at[0])
         self.a.packed = <void *>(base + at[1]) if bank.any_fp4 else NULL
         self.a.act = <float *>(base + at[2])
@@ -221,9 +215,6 @@ cdef class MoeScratch:
         self.a.part = self.part = <int32_t *>(base + at[9])
         self.a.place = self.place = <int64_t *>(base + at[10])
         self.a.pairs = <uint16_t *>(base + at[11])
-
-    def __dealloc__(self):
-        PyMem_Free(self.memory)
 
     cdef bint plan(self, Choices given, int experts, const int32_t *where, int64_t lanes, bint shared) noexcept nogil:
         """Sorts (row, choice) by expert, rows ascending, then with `shared` every row for the shared expert.

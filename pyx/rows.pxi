@@ -41,13 +41,6 @@ cdef void *take(array, char kind, Py_ssize_t count, bint writable=False) except 
     return a.data
 
 
-cdef float *aligned(array) except NULL:
-    """The first 64-byte boundary inside scratch memory, made 16 floats larger than needed."""
-    cdef Array a
-    look(&a, array, c"f", 1, True)
-    return <float *>((<size_t>a.data + 63) & ~<size_t>63)
-
-
 cdef int look_rope(rope *r, pair, Py_ssize_t rows) except -1:
     cdef Array cos
     look(&cos, pair[0], c"f", 2)
@@ -158,9 +151,9 @@ def hc_pre(Team team, h, hc, norm, float norm_eps, bint head):
     a.eps, a.mix_eps, a.norm_eps, a.iterations = hc.eps, hc.norm_eps, norm_eps, hc.iterations
     a.norm = NULL if norm is None else <float *>take(norm, c"f", a.dim)
     u = lines((a.rows, a.dim))
-    scratch = empty(<Py_ssize_t>a.rows * (outputs + 1), float32)
+    cdef Memory scratch = Memory(<int64_t>4 * a.rows * (outputs + 1))
     a.u = <float *>take(u, c"f", hs.shape[0] * hs.shape[2], True)
-    a.scratch = <float *>take(scratch, c"f", <Py_ssize_t>a.rows * (outputs + 1), True)
+    a.scratch = <float *>scratch.start
     a.post = a.comb = NULL
     post = comb = None
     if not head:
@@ -240,10 +233,10 @@ def encode_keys(Team team, k, norm, angles, cache, where, float eps):
         raise InputError(f"keys: expected {a.cache.dim} dims as in the cache, found {ks.shape[1]}")
     a.where = <int32_t *>take(where, c"i", a.rows)
     a.norm, a.scratch = NULL, NULL
-    scratch = None
+    cdef Memory scratch
     if norm is not None:
-        scratch = empty(ks.shape[0] * ks.shape[1], float32)
-        a.scratch = <float *>take(scratch, c"f", ks.shape[0] * ks.shape[1], True)
+        scratch = Memory(4 * ks.shape[0] * ks.shape[1])
+        a.scratch = <float *>scratch.start
         a.norm = <float *>take(norm, c"f", ks.shape[1])
         look_rope(&a.rope, angles, ks.shape[0])
         if 2 * a.rope.pairs > a.cache.dim:
@@ -290,8 +283,8 @@ def attend(Team team, q, sink, list parts):
     a.out = <float *>take(out, c"f", qs.shape[0] * qs.shape[1] * qs.shape[2], True)
     a.slots = attend_slots(a.rows, a.places, a.dim)
     threads = team.share(2.0 * a.rows * a.heads * a.places * a.dim)
-    scratch = empty(threads * attend_scratch(&a) + 16, float32)
-    a.scratch = aligned(scratch)
+    cdef Memory scratch = Memory(4 * threads * attend_scratch(&a))
+    a.scratch = <float *>scratch.start
     team.run(team.kernels.attend, &a, threads)
     return out
 
@@ -339,8 +332,8 @@ cdef int index_quant(Team team, index_quant_args *a) except -1:
             f"indexer: expected a head size of 2^i, from 32 and the {2 * a.rope.pairs} rotated dims; found {a.dim}"
         )
     cdef int threads = team.share(40.0 * a.rows * a.heads * a.dim)
-    scratch = empty(2 * threads * a.dim + 16, float32)
-    a.scratch = aligned(scratch)
+    cdef Memory scratch = Memory(8 * threads * a.dim)
+    a.scratch = <float *>scratch.start
     return team.run(team.kernels.index_quant, a, threads)
 
 
@@ -410,9 +403,9 @@ def index_select(Team team, q, w, cache, slots, visible, pages, int page_entries
     a.out = <int32_t *>take(out, c"i", qs.shape[0] * k, True)
     threads = team.share(<double>scored * a.heads * a.cache.dim)
     a.by_entries, a.score_stride = threads > 1 and a.rows < 4 * threads, (most + 15) // 16 * 16
-    scratch = empty(threads * select_scratch(a.heads, a.cache.dim, a.k) + 16, float32)
-    scores = empty(<int64_t>a.score_stride * (a.rows if a.by_entries else threads) + 16, float32)
-    a.scratch, a.scores = aligned(scratch), aligned(scores)
+    cdef Memory scratch = Memory(4 * threads * select_scratch(a.heads, a.cache.dim, a.k))
+    cdef Memory scores = Memory(<int64_t>4 * a.score_stride * (a.rows if a.by_entries else threads))
+    a.scratch, a.scores = <float *>scratch.start, <float *>scores.start
     team.run(team.kernels.index_select, &a, threads)
     return out
 
@@ -491,9 +484,9 @@ def gate(Team team, x, Matrix w, bias, fixed, tokens, int k, float scale):
             raise InputError(f"gate: expected {k} fixed experts per token, found {fs.shape[1]}")
         a.fixed, a.tokens = <int64_t *>fs.data, <int32_t *>take(tokens, c"i", a.rows)
     ids, weights = empty((a.rows, k), int32), lines((a.rows, k))
-    scratch = empty(ls.shape[0] * (a.experts + k), float32)
+    cdef Memory scratch = Memory(4 * ls.shape[0] * (a.experts + k))
     a.ids = <int32_t *>take(ids, c"i", ls.shape[0] * k, True)
     a.weights = <float *>take(weights, c"f", ls.shape[0] * k, True)
-    a.scratch = <float *>take(scratch, c"f", ls.shape[0] * (a.experts + k), True)
+    a.scratch = <float *>scratch.start
     team.run(team.kernels.gate, &a, team.share(350.0 * a.rows * a.experts))
     return ids, weights

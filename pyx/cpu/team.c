@@ -119,6 +119,7 @@ static void register_fork(void) { pthread_atfork(NULL, NULL, forget_team); }
 
 static int start_workers(int n)
 {
+    if (team.started >= n - 1) return 0;
     static pthread_once_t once = PTHREAD_ONCE_INIT; /* handlers outlive a fork, so once is enough */
     pthread_once(&once, register_fork);
     sigset_t all, old;
