@@ -220,7 +220,7 @@ cdef void free_spare(int64_t most) noexcept:
 cdef int64_t size_of(int number) noexcept:
     """Bytes of the blocks of a size."""
     cdef int shift = max(number // 4 - 1, 0)
-    return <int64_t>(number - 4 * shift + 1 << shift) * LINE
+    return (<int64_t>(number - 4 * shift + 1) << shift) * LINE
 
 
 @cython.final

@@ -52,13 +52,27 @@ def test_arrays_of_about_the_same_size_share_memory():
 
 
 def test_spare_memory_is_limited():
-    held = [_cpu.lines((1 << 14, 1)) for _ in range(100)]  # 6.4 MB
-    assert len({array.ctypes.data for array in held}) == 100
+    held = [_cpu.lines((1 << 18, 1)) for _ in range(30)]  # 31 MB
+    assert len({array.ctypes.data for array in held}) == 30
     del held
     spare = _cpu.spare_memory()
-    assert 3 << 20 < spare <= 4 << 20
-    _cpu.lines((1 << 17, 1))  # too large to keep
+    assert 15 << 20 < spare <= 16 << 20
+    _cpu.lines(((4 << 20) + 1, 1))  # too large to keep
     assert _cpu.spare_memory() == spare
+
+
+def test_spare_memory_goes_first_that_was_longest_not_asked_for():
+    def from_spare(megabytes):
+        before = _cpu.spare_memory()
+        array = _cpu.lines((int(megabytes * (1 << 18)), 1))
+        return (before - _cpu.spare_memory()) / (1 << 20), array
+
+    held = [from_spare(4) for _ in range(4)]
+    del held  # now nothing else is spare
+    assert _cpu.spare_memory() == 16 << 20
+    for megabytes in (1, 2, 2.5, 4, 3):  # 1 and 2.5 take the place of blocks of 4, then 3 that of the 1
+        from_spare(megabytes)
+    assert [from_spare(megabytes)[0] for megabytes in (2, 2.5, 4, 3, 1)] == [2, 2.5, 4, 3, 0]
 
 
 def test_memory_that_is_not_there():
