@@ -155,10 +155,13 @@ def test_commands(command, capsys):
         assert words in capsys.readouterr().err
 
 
-def test_prefill_takes_a_number_of_experts(capsys):
+def test_prefill_takes_a_number_of_experts(capsys, monkeypatch):
+    seen, moe = set(), CpuOps.moe
+    monkeypatch.setattr(CpuOps, "moe", lambda self, x, ids, *rest: seen.update(ids.ravel().tolist()) or moe(self, x, ids, *rest))
     assert main(["bench", "prefill", "--like", "nano", "--experts", "12", "--threads", "1", "--repeats", "1", "--json"]) == 0
-    assert {r["experts"] for r in json.loads(capsys.readouterr().out)} == {12}
+    assert {r["experts"] for r in json.loads(capsys.readouterr().out)} == {12} and seen == set(range(12))
     assert main(["bench", "experts", "--experts", "12"]) == 2  # would change nothing
+    assert "No such option" in capsys.readouterr().err
 
 
 def test_tables_are_plain_text(capsys, monkeypatch):

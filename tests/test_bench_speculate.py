@@ -4,7 +4,9 @@ import json
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from pytest import approx
 
 from dsv4.bench.speculate import calibration
 from dsv4.cli import main
@@ -29,21 +31,29 @@ def test_records_and_table(capsys):
     records = json.loads(capsys.readouterr().out)
     named = {name: [r for r in records if r["name"] == name] for name in ("draft", "plain", "verify", "fit", "text", "confidence")}
     assert sum(map(len, named.values())) == len(records) and all(r["model"] == "nano" and r["threads"] == 1 for r in records)
-    assert [r["n"] for r in named["verify"]] == [1, 2, 3, 4, 5]
     assert all(r["ms"] > 0 for name in ("draft", "plain", "verify") for r in named[name])
-    assert [r["mode"] for r in named["text"]] == 4 * ["off", "always", "gate"] and len({r["kind"] for r in named["text"]}) == 4
-    assert [r["drafted"] > 0 for r in named["text"]][:2] == [False, True]
+    verify, plain, (fit,) = named["verify"], named["plain"][0]["ms"], named["fit"]
+    assert [r["n"] for r in verify] == [1, 2, 3, 4, 5] and [r["ratio_to_plain"] * plain for r in verify] == approx([r["ms"] for r in verify])
+    assert [fit["verify_slope_ms"], fit["verify_base_ms"]] == approx(np.polyfit([1, 2, 3, 4, 5], [r["ms"] for r in verify], 1))
+    text, speed = named["text"], {(r["kind"], r["mode"]): r["tokens_per_s"] for r in named["text"]}
+    assert [r["mode"] for r in text] == 4 * ["off", "always", "gate"] and len({r["kind"] for r in text}) == 4
+    assert [r["ratio_to_plain"] for r in text] == approx([speed[r["kind"], r["mode"]] / speed[r["kind"], "off"] for r in text])
+    assert [r["drafted"] > 0 for r in text][:2] == [False, True]
+    known = sum(r["n"] for r in named["confidence"])  # of rounds that always draft
+    accepted, drafted = (sum(r[name] for r in text if r["mode"] == "always") for name in ("accepted", "drafted"))
+    assert len(named["confidence"]) == 6 and accepted <= known <= drafted
     assert main(SMALL) == 0
     assert "verify(n) = " in (table := capsys.readouterr().out) and table.count("always") == 4
 
 
 def test_outcomes_by_confidence():
-    """What came after the first rejected token is not known and is not counted."""
-    rounds = [SimpleNamespace(confidence=[7.0, 2.0, 0.0], length=3, accepted=1), SimpleNamespace(confidence=[2.0], length=1, accepted=1)]
-    found = {(r["from"], r["to"]): (r["n"], r["match_rate"]) for r in calibration(rounds)}
+    """What came after the first rejected token is not known and is not counted; a bucket holds its lower bound."""
+    rounds = [SimpleNamespace(confidence=[6.0, 2.0, 0.0], length=3, accepted=1), SimpleNamespace(confidence=[2.0], length=1, accepted=1)]
+    found = {(r["from"], r["to"]): (r["n"], r["match_rate"], r["expected"]) for r in calibration(rounds)}
+    none = (0, None, None)
     assert found == {
-        (None, -0.5): (0, None), (-0.5, 0.5): (0, None), (0.5, 1.5): (0, None), (1.5, 3.0): (2, 0.5), (3.0, 6.0): (0, None),
-        (6.0, None): (1, 1.0),
+        (None, -0.5): none, (-0.5, 0.5): none, (0.5, 1.5): none, (1.5, 3.0): (2, 0.5, approx(0.880797)), (3.0, 6.0): none,
+        (6.0, None): (1, 1.0, approx(0.997527)),
     }  # fmt: skip
 
 
