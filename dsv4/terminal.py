@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .chat import StreamParser, encode, encode_ids
+from .chat import StreamParser, encode, encode_ids, stop_ids
 from .errors import InputError, StateError
 from .files import replacing
 from .generate import settled, speculator
@@ -67,6 +67,7 @@ class Chat:
         self.messages: list[dict] = []
         self.stats: Stats | None = None  # of the last answer
         self._rounds = speculator(engine, self.params, spec)
+        self._ends = {*engine.config.eos_token_ids, *stop_ids(engine.tokenizer)}
         self._kept = None  # snapshot of the session before its last answer
         self._stop = False
         self.set_system(system)
@@ -144,7 +145,7 @@ class Chat:
                 "/reset it, or start with a larger --max-context"
             )
         parser, text = StreamParser(thinking=self.thinking), self.engine.tokenizer.stream()
-        ends, reason, count = self.engine.config.eos_token_ids, "length", 0
+        reason, count = "length", 0
         before = replace(self._rounds.counters)
         start = first = time.perf_counter()
         self._reuse(ids)
@@ -152,7 +153,7 @@ class Chat:
         with closing(settled(self.session, ids, limit, self._rounds, self._progress)) as found:
             for count, (token, *_) in enumerate(found, 1):
                 first = time.perf_counter() if count == 1 else first
-                if token in ends:
+                if token in self._ends:
                     reason = "stop"
                     break
                 yield from parser.feed(text.push(token))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4
-from dsv4.chat import EFFORTS, encode, encode_ids, parse, pieces, sampling_defaults
+from dsv4.chat import EFFORTS, encode, encode_ids, parse, pieces, sampling_defaults, stop_ids
 from dsv4.chat.markup import ASSISTANT, BOS, EOS, SPECIAL, USER
 from dsv4.errors import ConfigError, InputError
 from dsv4.tokenizer import Tokenizer
@@ -286,6 +286,12 @@ def test_a_tokenizer_without_the_markers_is_named():
 
     with pytest.raises(ConfigError, match="tokenizer.json: expected the chat format's token <｜begin▁of▁sentence｜>"):
         encode_ids([HELLO], Bare())
+
+
+def test_what_begins_another_turn_ends_an_answer(tokenizer):
+    ended = stop_ids(tokenizer)
+    assert tokenizer.decode(ended) == "<｜begin▁of▁sentence｜><｜User｜><｜Assistant｜><｜latest_reminder｜>" and len(ended) == 4
+    assert tokenizer.token_id("<think>") not in ended
 
 
 def test_an_answer_survives_being_written_and_read():

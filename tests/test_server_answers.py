@@ -12,6 +12,8 @@ pytest.importorskip("uvicorn")
 from fake_scheduler import steps  # noqa: E402
 from server_cases import CALL, CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOOL, engine, events, joined, post, script, server  # noqa: E402, F401
 
+from dsv4.chat import encode_ids, stop_ids  # noqa: E402
+
 
 def test_a_completion(post, script):
     scheduler = script(steps(["Hel", "lo", ""], cached=1))
@@ -27,7 +29,7 @@ def test_a_completion(post, script):
     assert "dsv4_rounds" not in answer
 
 
-def test_defaults(post, script):
+def test_defaults(engine, post, script):
     scheduler = script(steps(["a"]))
     for body in ({**TEXT, "n": 1, "logit_bias": {}, "stream": None, "user": "me"}, {**TEXT, "prompt": [[5, 6]]}):
         assert post(TEXT_PATH, body).status_code == 200
@@ -35,6 +37,7 @@ def test_defaults(post, script):
         assert post(CHAT_PATH, body).status_code == 200
     text, ids, chat, tools, without = [request.sampling for request in scheduler.requests]
     assert (text.max_tokens, text.temperature, text.top_p, text.stop, text.seed) == (16, 1.0, 1.0, (), None)
+    assert (text.stop_ids, ids.stop_ids) == ((), ()) and chat.stop_ids == tools.stop_ids == stop_ids(engine.tokenizer) != ()
     assert scheduler.requests[1].tokens == [5, 6]
     assert (chat.max_tokens, chat.temperature, chat.top_p) == (500, 1.0, 1.0)
     assert (tools.top_p, without.top_p) == (0.95, 1.0)
@@ -42,8 +45,6 @@ def test_defaults(post, script):
 
 
 def test_the_prompt_is_the_chat_formats(engine, post, script):
-    from dsv4.chat import encode_ids
-
     scheduler = script(steps(["a"]))
     tokenizer = engine.tokenizer
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": False}}

@@ -17,10 +17,11 @@ pytest.importorskip("uvicorn")
 from fake_scheduler import served, until  # noqa: E402
 
 import dsv4  # noqa: E402
-from dsv4.chat import encode_ids, parse  # noqa: E402
+from dsv4.chat import encode_ids, parse, stop_ids  # noqa: E402
 from dsv4.generate import complete  # noqa: E402
 from dsv4.scheduler import Scheduler  # noqa: E402
 
+CODE = [{"role": "user", "content": "Write a Python function count_total with arguments total."}]
 STORY = [{"role": "user", "content": "Tell me a story about a wren."}]
 # Greedy, nano tells this story in circles, without an end.
 ENDLESS = {"model": "nano", "prompt": "Once upon a time", "max_tokens": 2000, "temperature": 0, "stream": True}
@@ -58,7 +59,7 @@ def of_completion(alone, prompt, **params):
 
 def of_chat(alone, messages, thinking=False, **params):
     ids = encode_ids(messages, alone.tokenizer, thinking=thinking)
-    found = complete(alone, ids, dsv4.SamplingParams(**{"max_tokens": 60, **params}))
+    found = complete(alone, ids, dsv4.SamplingParams(**{"max_tokens": 60, "stop_ids": stop_ids(alone.tokenizer), **params}))
     return parse(found.text, thinking=thinking), found
 
 
@@ -106,10 +107,10 @@ def test_stop_texts(client, alone):
     assert answer.choices[0].text == whole[: whole.index(stop)] and answer.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("effort", ["none", "low"])
-def test_chat_answers_are_those_of_the_engine_alone(client, alone, effort):
-    how = {"model": "nano", "messages": STORY, "temperature": 0, "max_tokens": 60, "reasoning_effort": effort}
-    expected, found = of_chat(alone, STORY, thinking=effort != "none", temperature=0)
+@pytest.mark.parametrize("effort, messages", [("none", STORY), ("low", STORY), ("low", CODE)])
+def test_chat_answers_are_those_of_the_engine_alone(client, alone, effort, messages):
+    how = {"model": "nano", "messages": messages, "temperature": 0, "max_tokens": 60, "reasoning_effort": effort}
+    expected, found = of_chat(alone, messages, thinking=effort != "none", temperature=0)
     answer = client.chat.completions.create(**how)
     message = answer.choices[0].message
     assert message.content == expected["content"] and getattr(message, "reasoning_content", "") == expected["reasoning_content"]
@@ -117,6 +118,16 @@ def test_chat_answers_are_those_of_the_engine_alone(client, alone, effort):
     deltas, usage = joined(client.chat.completions.create(**how, stream=True, stream_options={"include_usage": True}))
     assert deltas.pop("role") == "assistant" and usage == answer.usage.model_copy(update={"prompt_tokens_details": usage.prompt_tokens_details})
     assert deltas == {name: text for name, text in expected.items() if name in deltas}
+
+
+def test_a_chat_answer_ends_where_another_turn_begins(client, alone):
+    """A completion of the same prompt goes on."""
+    messages, how = [{"role": "user", "content": "Hello"}], {"model": "nano", "temperature": 1, "seed": 7, "max_tokens": 60}
+    prompt = encode_ids(messages, alone.tokenizer)
+    whole = client.completions.create(prompt=prompt, **how).choices[0]
+    content, marker, _ = whole.text.partition("<｜begin▁of▁sentence｜>")
+    answer = client.chat.completions.create(messages=messages, **how).choices[0]
+    assert marker and content and (answer.message.content, answer.finish_reason, whole.finish_reason) == (content, "stop", "length")
 
 
 def test_a_conversation_reuses_its_beginning(client, alone, server):

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from dsv4 import SamplingParams
-from dsv4.chat import encode_ids, parse
+from dsv4.chat import encode_ids, parse, stop_ids
 from dsv4.errors import ConfigError, InputError
 from dsv4.generate import complete
 from dsv4.terminal import Chat, Stopped
 from dsv4.terminal_screen import Screen, open_reader
 
-ASKS = ["Write a short story about Elsa.", "Count in threes.", "Hello", "Write a short story about Tobin."]
+CODE = "Write a Python function count_total with arguments total."  # what nano answers at length, thinking or not
+ASKS = ["Write a short story about Elsa.", "Count in threes.", "Hello", "Write a short story about Tobin.", CODE]
 
 
 @pytest.fixture
@@ -48,13 +49,28 @@ def test_answers_are_those_of_a_new_session_each_time(chat, engine, thinking, ch
     for text in ASKS:
         said = ask(talk, text)
         prompt = encode_ids(talk.messages[:-1], talk.engine.tokenizer, thinking=thinking)
-        alone = complete(engine("nano", max_context=700), prompt, SamplingParams(max_tokens=40, temperature=0), spec="off")
+        params = SamplingParams(max_tokens=40, temperature=0, stop_ids=stop_ids(talk.engine.tokenizer))
+        alone = complete(engine("nano", max_context=700), prompt, params, spec="off")
         expected = parse(alone.text, thinking=thinking)
         assert said["content"] == expected["content"]
         assert said.get("reasoning_content", "") == expected["reasoning_content"]
         assert talk.stats.completion_tokens == alone.completion_tokens
         assert talk.stats.finish_reason == alone.finish_reason
         assert talk.stats.prompt_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("marker, seed", [("<｜begin▁of▁sentence｜>", 7), ("<｜Assistant｜>", 15)])
+def test_an_answer_ends_where_another_turn_begins(engine, marker, seed):
+    """The model samples a marker instead of its end token and would go on; the next answer is that of the text before it."""
+    loaded, params = engine("nano", max_context=700, max_sessions=2), SamplingParams(max_tokens=60, seed=seed)
+    prompt = encode_ids([{"role": "user", "content": "Hello"}], loaded.tokenizer)
+    tokens = complete(loaded, prompt, params).tokens
+    end = tokens.index(loaded.tokenizer.token_id(marker))
+    with Chat(loaded, params) as talk:
+        assert ask(talk, "Hello")["content"] == loaded.tokenizer.decode(tokens[:end]) and end + 1 < len(tokens)
+        assert (talk.stats.completion_tokens, talk.stats.finish_reason) == (end + 1, "stop")
+        ask(talk, "More")
+        assert talk.session.tokens[: talk.stats.prompt_tokens] == encode_ids(talk.messages[:-1], loaded.tokenizer)
 
 
 def test_only_what_is_new_is_prefilled(chat):
@@ -72,7 +88,7 @@ def test_only_what_is_new_is_prefilled(chat):
 def test_reasoning_that_the_next_prompt_leaves_out_costs_no_second_reading(chat):
     """The answer is longer than a rewind reaches: the snapshot from before it is restored."""
     talk = chat(max_tokens=60, thinking=True)
-    ask(talk, ASKS[0])
+    assert len(ask(talk, CODE)["reasoning_content"]) > 100 and talk.stats.completion_tokens == 60
     first = talk.stats.prompt_tokens
     ask(talk, ASKS[2])
     assert talk.stats.new_tokens == talk.stats.prompt_tokens - (first - 1)

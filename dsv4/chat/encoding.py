@@ -78,6 +78,15 @@ def pieces(
     return writer.parts
 
 
+def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end an answer beside the model's own end tokens, for SamplingParams: those that begin another turn.
+
+    A model may sample one instead of its end token, and what came after it would read as part of the answer.
+    """
+    found = map(tokenizer.token_id, markup.TURNS)
+    return tuple(token for token in found if token is not None)
+
+
 def sampling_defaults(tools: bool = False) -> dict[str, float]:
     """The model's own: temperature and top_p; a little less freedom where it may call tools."""
     return {"temperature": 1.0, "top_p": 0.95 if tools else 1.0}

@@ -13,6 +13,7 @@ REMINDER = "<｜latest_reminder｜>"
 THINK = "<think>"
 END_THINK = "</think>"
 DSML = "｜DSML｜"
+TURNS = (BOS, USER, ASSISTANT, REMINDER)  # what another turn begins with: no part of an answer
 SPECIAL = (BOS, EOS, USER, ASSISTANT, REMINDER, THINK, END_THINK, DSML)
 
 CALLS = f"<{DSML}tool_calls>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..chat import sampling_defaults
+from ..chat import sampling_defaults, stop_ids
 from ..sampling import MAX_LOGPROBS, SEED_LIMIT, SamplingParams
 from ..tokenizer import Tokenizer
 from .conversation import Conversation, read_conversation
@@ -75,7 +75,8 @@ def read_chat(body: Any, model: str, limits: Limits, tokenizer: Tokenizer) -> As
     fields.neutral(CHAT_NEUTRAL)
     fields.without(CHAT_UNSUPPORTED)
     fields.finish()
-    sampling = SamplingParams(**sampling, max_tokens=given[0] or given[1] or limits.max_tokens, logprobs=logprobs)
+    longest = given[0] or given[1] or limits.max_tokens
+    sampling = SamplingParams(**sampling, max_tokens=longest, stop_ids=stop_ids(tokenizer), logprobs=logprobs)
     return Asked(conversation.encode(tokenizer), sampling, conversation=conversation, **common)
 
 
