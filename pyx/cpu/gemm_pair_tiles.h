@@ -52,25 +52,30 @@ static int FN(fp4_tile)(const struct matrix *w, struct ahead to, int64_t n0, int
                         uint16_t *tile)
 {
     const __mmask32 groups = (__mmask32)((1ull << len / GROUP) - 1);
-    const __m512i two = _mm512_set1_epi16(2);
-    const uint8_t *fetch = FN(byte_ahead)(to, k / 2);
+    const __m512i two = _mm512_set1_epi16(2), apart = _mm512_set1_epi16(MOST_SCALE - LEAST_SCALE);
+    const int64_t end = len / 64 * 64, filled = (len + 63) / 64 * 64;
+    const uint8_t *codes = w->weight + n0 * w->weight_stride + k / 2, *fetch = FN(byte_ahead)(to, k / 2);
+    const uint8_t *scale = w->scale + n0 * w->scale_stride + k / GROUP, *next = FN(scales_ahead)(to, 0) + k / GROUP;
+    const int64_t next_stride = to.w->format == FORMAT_FP4 ? to.w->scale_stride : 0;
     __mmask32 far = 0;
-    for (int c = 0; c < (nn + 3) / 4 * 4; c++, fetch += to.w->weight_stride) {
-        const int64_t n = n0 + (c < nn ? c : nn - 1), end = len / 64 * 64;
-        const uint8_t *codes = w->weight + n * w->weight_stride + k / 2;
-        const uint8_t *scale = w->scale + n * w->scale_stride + k / GROUP;
+    for (int c = 0; c < (nn + 3) / 4 * 4; c++) {
         const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(groups, scale));
-        const __m512i above = _mm512_sub_epi16(bytes, _mm512_set1_epi16(LEAST_SCALE));
-        far |= _mm512_mask_cmpgt_epu16_mask(groups, above, _mm512_set1_epi16(MOST_SCALE - LEAST_SCALE));
         const __m512i exponents = _mm512_slli_epi16(_mm512_sub_epi16(bytes, _mm512_set1_epi16(127)), 7);
-        uint16_t *out = TILE_AT(tile, (len + 63) / 64 * 64, c);
+        uint16_t *out = TILE_AT(tile, filled, c);
         __m512i which = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(1), 1);
-        __builtin_prefetch(FN(scales_ahead)(to, c) + k / GROUP);
+        far |= _mm512_mask_cmpgt_epu16_mask(groups, _mm512_sub_epi16(bytes, _mm512_set1_epi16(LEAST_SCALE)), apart);
+        __builtin_prefetch(next);
         for (int64_t i = 0; i < end; i += 64, which = _mm512_add_epi16(which, two)) {
             __builtin_prefetch(fetch + i / 2, 0, 2);
             FN(fp4_step)(codes + i / 2, 0, which, exponents, out + 4 * i);
         }
         if (end < len) FN(fp4_step)(codes + end / 2, 1, which, exponents, out + 4 * end);
+        fetch += to.w->weight_stride;
+        next += next_stride;
+        if (c < nn - 1) {
+            codes += w->weight_stride;
+            scale += w->scale_stride;
+        }
     }
     return !far;
 }

@@ -148,6 +148,7 @@ static void hc_gates_any(const struct hc_pre_args *a, int64_t t, int count, floa
     int m = a->streams;
     if (m == 4 && count == 1) hc_gates(a, t, 1, pre, 4, 1); /* the usual number of streams, unrolled */
     else if (m == 4 && count <= 4) hc_gates(a, t, count, pre, 4, 4);
+    else if (m == 4 && count <= 8) hc_gates(a, t, count, pre, 4, 8);
     else if (m == 4) hc_gates(a, t, count, pre, 4, HC_LANES);
     else hc_gates(a, t, count, pre, m, HC_LANES);
 }
