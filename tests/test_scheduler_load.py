@@ -2,7 +2,7 @@
 
 import json
 
-import pytest
+import numpy as np
 from click.testing import CliRunner
 
 from dsv4.bench import serve
@@ -37,8 +37,30 @@ def test_a_wrong_answer_would_be_seen(engine, monkeypatch):
     assert found["wrong"] and not serve.good([found])
     monkeypatch.undo()
     monkeypatch.setattr(Scheduler, "submit", lambda *_: 1 / 0)
-    with pytest.raises((IndexError, ValueError)):  # nobody had a first token
-        serve.load(small, clients=1, seconds=0.2)
+    found = serve.load(small, clients=1, seconds=0.2)
+    assert len(found["wrong"]) > 1 and "ZeroDivisionError" in found["wrong"][0] and found["first_token_s"] == {}
+    assert not serve.good([found])
+
+
+def test_times_to_the_first_token_are_counted_to_half_a_percent():
+    counts, times = np.zeros(len(serve.SECONDS), int), np.random.default_rng(0).lognormal(-4, 2, 10_000)
+    for seconds in times:
+        counts[serve.SECONDS[:-1].searchsorted(seconds)] += 1
+    for name, seconds in serve.percentiles(counts).items():
+        assert 1 <= seconds / np.percentile(times, int(name[1:])) < 1.006
+
+
+def test_a_ratio_is_that_of_runs_next_to_each_other(monkeypatch):
+    speeds = {1: iter([100, 50, 200]), 8: iter([250, 200, 600])}  # the machine's own speed moves more than all else
+
+    def run(_engine, spec, running, tokens):
+        speed = next(speeds[running]) if (spec, tokens) == ("gate", 200) else 1
+        return {"name": "throughput", "spec": spec, "sequences": running, "tokens_per_s": speed}
+
+    monkeypatch.setattr(serve, "throughput", run)
+    records = serve.throughputs(None, [1, 8], 200, 3, None)
+    assert [(r["sequences"], r["tokens_per_s"], r["ratio_to_one"]) for r in records[:2]] == [(1, 100, 1), (8, 250, 3)]
+    assert records[2]["spec"] == records[3]["spec"] == "off"
 
 
 def test_the_command(monkeypatch):

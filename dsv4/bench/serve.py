@@ -48,7 +48,10 @@ def throughput(engine: Engine, spec: str, running: int, tokens: int) -> dict:
 
 
 def throughputs(engine: Engine, counts: Sequence[int], tokens: int, repeats: int, progress: Callable | None) -> list[dict]:
-    """Records "throughput" of every mode and number of sequences: the median of interleaved runs, and its ratio to one's."""
+    """Records "throughput" of every mode and number of sequences, of which 1 is one: the median of interleaved runs.
+
+    ratio_to_one: the median of the ratios to one sequence within a round of runs, as the machine's speed moves between rounds.
+    """
     runs = [(spec, running) for spec in SPECS for running in counts]
     for spec in SPECS:
         throughput(engine, spec, counts[-1], 8)  # warm-up
@@ -60,11 +63,10 @@ def throughputs(engine: Engine, counts: Sequence[int], tokens: int, repeats: int
                 progress("measure", repeat * len(runs) + done, repeats * len(runs))
     records = []
     for spec, running in runs:
-        median = statistics.median_low(one["tokens_per_s"] for one in found[spec, running])
-        record = next(one for one in found[spec, running] if one["tokens_per_s"] == median)
-        one = next((r for r in records if r["spec"] == spec and r["sequences"] == 1), record)
-        ratio = record["tokens_per_s"] / one["tokens_per_s"] if one["sequences"] == 1 else None
-        records.append({**record, "tokens": tokens, "ratio_to_one": ratio})
+        speeds = [run["tokens_per_s"] for run in found[spec, running]]
+        record = found[spec, running][speeds.index(statistics.median_low(speeds))]
+        ratios = [speed / run["tokens_per_s"] for speed, run in zip(speeds, found[spec, 1])]
+        records.append({**record, "tokens": tokens, "ratio_to_one": statistics.median(ratios)})
     return records
 
 
@@ -123,6 +125,12 @@ class Client(threading.Thread):
             self.wrong.append(f"request {number}: expected {expected[:stay]}, found {found}")
 
 
+def percentiles(counts: np.ndarray) -> dict[str, float]:
+    """Seconds that 50, 95 and 99% of the answers took at most, from counts by SECONDS; empty where there were none."""
+    below = np.cumsum(counts)
+    return {f"p{p}": float(SECONDS[np.searchsorted(below, below[-1] * p / 100)]) for p in (50, 95, 99) if below[-1]}
+
+
 def load(engine: Engine, clients: int, seconds: float, progress: Callable | None = None) -> dict:
     """The record "load": so many clients for so long, every answer compared with the one that its request gets alone.
 
@@ -150,12 +158,11 @@ def load(engine: Engine, clients: int, seconds: float, progress: Callable | None
         hung = sum(client.is_alive() for client in crowd)
         while (stats := scheduler.stats())["running"] + stats["waiting"] and time.perf_counter() < start + taken + 10:
             time.sleep(0.01)  # who left last
-    first = np.cumsum(sum(client.first_s for client in crowd))
     return {
         "name": "load", "clients": clients, "seconds": taken, "answered": sum(c.answered for c in crowd),
         "left": sum(c.left for c in crowd), "failed": stats["failed"], "hung": hung,
         "wrong": [line for c in crowd for line in c.wrong], "tokens_per_s": sum(c.tokens for c in crowd) / taken,
-        "first_token_s": {f"p{p}": float(SECONDS[np.searchsorted(first, first[-1] * p / 100)]) for p in (50, 95, 99)},
+        "first_token_s": percentiles(sum(client.first_s for client in crowd)),
         "memory_start_bytes": memory[0], "memory_end_bytes": memory[-1], "memory_bytes": memory,
         "free_slots": engine.pool.free_slots, "slots": engine.pool.slots, "stats": stats,
     }  # fmt: skip
@@ -195,7 +202,7 @@ def render(records: list[dict]) -> None:
     out, about = console(), records[0]
     out.print(f"{about['model']}: {about['threads']} threads, {about['cpu']}")
     for r in (r for r in records if r["name"] == "load"):
-        first = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in r["first_token_s"].items())
+        first = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in r["first_token_s"].items()) or "nobody had one"
         out.print(f"{r['clients']} clients for {r['seconds']:.0f} s: {r['answered']} answers, {r['left']} left early, "
                   f"{r['failed']} failed, {r['hung']} hung, {len(r['wrong'])} wrong")  # fmt: skip
         out.print(f"{r['tokens_per_s']:,.0f} tok/s; ms to the first token: {first}")
@@ -206,7 +213,7 @@ def render(records: list[dict]) -> None:
     for r in (r for r in records if r["name"] == "throughput"):
         rate = f"{r['accepted'] / r['drafted']:.0%}" if r["drafted"] else "-"
         skipped = f"{r['skipped_rounds'] / r['rounds']:.0%}" if r["drafted"] else "-"
-        ratio = "-" if r["ratio_to_one"] is None else f"{r['ratio_to_one']:.2f}"
-        table.add_row(r["spec"], str(r["sequences"]), f"{r['tokens_per_s']:,.0f}", ratio, f"{r['rows_per_step']:.1f}", rate, skipped)
+        ratio, rows = f"{r['ratio_to_one']:.2f}", f"{r['rows_per_step']:.1f}"
+        table.add_row(r["spec"], str(r["sequences"]), f"{r['tokens_per_s']:,.0f}", ratio, rows, rate, skipped)
     if table.row_count:
         out.print(table)
