@@ -152,11 +152,9 @@ class CrewPool(Pool):
         super().free_slot(slot)
         self.crew.note("free_slot", slot)
 
-    def reserve(self, slot: int, length: int) -> None:
-        held = self._held[slot]
-        super().reserve(slot, length)
-        if self._held[slot] != held:
-            self.crew.note("reserve", slot, length)
+    def _take_pages(self, slot: int, length: int) -> None:
+        super()._take_pages(slot, length)
+        self.crew.note("reserve", slot, length)
 
     def restore(self, slot: int, length: int, arrays: dict[str, np.ndarray]) -> None:
         super().restore(slot, length, arrays)

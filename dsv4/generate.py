@@ -160,13 +160,15 @@ def stream(
 
 
 # ---------------------------------------------------------------------- what a sequence wants and settles
-class WantsPrompt(NamedTuple):
+@dataclass(slots=True)
+class WantsPrompt:
     """These tokens of a prompt, in as many forwards as it takes. Answer: the logits [vocab] after the last one."""
 
     tokens: list[int]
 
 
-class Settles(NamedTuple):
+@dataclass(slots=True)
+class Settles:
     """Tokens that are certain, each with the logits it was chosen from. Answer: (how many are kept, is more wanted?)."""
 
     tokens: list[int]
@@ -194,11 +196,12 @@ def settling(session, prompt: list[int], limit: int, rounds: Speculator) -> Gene
     _, more = yield Settles([token], [logits], None)
     while more and count < limit:
         found = yield from rounds.round(session, token, logits, limit - count)
-        kept, more = yield Settles(found.tokens, found.logits, found)
-        if kept < len(found.tokens):
+        tokens = found.tokens
+        kept, more = yield Settles(tokens, found.logits, found)
+        if kept < len(tokens):
             rounds.drop(session, found, kept)
-        token, logits = found.tokens[-1], session.logits
-        count += len(found.tokens)
+        token, logits = tokens[-1], session.logits
+        count += len(tokens)
 
 
 def settled(
@@ -266,18 +269,15 @@ class Answer:
         if reason is None and self.count == self.limit:
             reason = "length"
         if found is not self._round:  # a round's tokens may come in several pushes
-            drafted, confidence = tuple(found.drafted), tuple(found.confidence)
-            number = self._rounds.counters.rounds
-            self._round, self._record = found, RoundRecord(number, drafted, confidence, found.length, found.accepted)
-        record, n = self._record, self._params.logprobs
-        scores = repeat((None, None)) if n is None else [
-            token_logprobs(row, token, n) for row, token, _ in zip(logits, tokens, texts)
-        ]
-        # Step(token, text, ..) with all fields, at half the price.
-        steps = [
-            tuple.__new__(Step, (token, text, logprob, top, record, None, None, None, None))
-            for token, text, (logprob, top) in zip(tokens, texts, scores)
-        ]
+            number, drafted, confidence = self._rounds.counters.rounds, tuple(found.drafted), tuple(found.confidence)
+            record = number, drafted, confidence, found.length, found.accepted
+            self._round, self._record = found, tuple.__new__(RoundRecord, record)  # as RoundRecord(*record) would
+        logprobs = tops = none = repeat(None)
+        n = self._params.logprobs
+        if n is not None:
+            logprobs, tops = zip(*[token_logprobs(row, token, n) for row, token, _ in zip(logits, tokens, texts)])
+        fields = zip(tokens, texts, logprobs, tops, repeat(self._record), none, none, none, none)
+        steps = list(map(tuple.__new__, repeat(Step), fields))  # Step(token, text, ..) of each, at half the price
         if reason:
             steps[-1] = steps[-1]._replace(text=texts[-1] + self._rest(), finish_reason=reason)
         return steps

@@ -65,10 +65,10 @@ class Rows:
         """Rows of several sequences in one forward: (slot, first position, tokens, wanted rows of them) of each."""
         tokens, spans, wanted = [], [], []
         for slot, start, own, rows in parts:
-            first = len(tokens)
-            wanted += [first + row for row in rows]
+            first, count = len(tokens), len(own)
+            wanted += range(first, first + count) if len(rows) == count else [first + row for row in rows]
             tokens.extend(own)
-            spans.append(Span(slot, start, start + len(own)))
+            spans.append(Span(slot, start, start + count))
         return cls(np.array(tokens, np.int32), spans, wanted)
 
     @staticmethod

@@ -212,7 +212,7 @@ class Scheduler:
         if not asking:
             return
         start = time.perf_counter()
-        blocks = draft_all([(one.session, *one.wish) for one in asking])
+        blocks = draft_all([(one.session, one.wish.token, one.wish.choose) for one in asking])
         self._counts["draft_s"] += time.perf_counter() - start
         for one, block in zip(asking, blocks):
             one.advance(block)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .dspark import Drafted
     from .engine import Engine
 
+INTS = {int}
+
 
 class Session:
     """The tokens of one sequence and the state that follows from them. Use as a context manager, or close()."""
@@ -46,14 +48,15 @@ class Session:
         """
         engine = self._open()
         ids = check_tokens(tokens, engine.config.vocab_size)
-        if not 0 < len(ids) <= engine.pool.headroom:
+        count, here = len(ids), len(self.tokens)
+        if not 0 < count <= engine.pool.headroom:
             raise InputError(
-                f"forward: expected 1..{engine.pool.headroom} tokens at once, found {len(ids)}; prefill() cuts longer ones"
+                f"forward: expected 1..{engine.pool.headroom} tokens at once, found {count}; prefill() cuts longer ones"
             )
-        if self.position + len(ids) > engine.max_context:
+        if here + count > engine.max_context:
             raise CapacityError(
                 f"context: expected at most {engine.max_context} positions, "
-                f"found {self.position} used and {len(ids)} more; load with a larger max_context"
+                f"found {here} used and {count} more; load with a larger max_context"
             )
         return ids
 
@@ -101,7 +104,7 @@ class Session:
         Any position within the head-room (the chunk length) of the furthest one is reachable, and 0 always is.
         """
         self._open()
-        here = self.position
+        here = len(self.tokens)
         if type(position) is not int or not 0 <= position <= here:
             raise StateError(f"rewind: expected a position within 0..{here}, found {position}")
         if position and position < self._oldest:
@@ -121,10 +124,10 @@ class Session:
     def unprimed(self) -> Span:
         """The last positions consumed that the draft's windows do not hold."""
         first, primed = self._primed
-        stop = self.position
+        stop = len(self.tokens)
         start = max(0, stop - self._open().pool.window)
-        if start >= first:  # else a rewind uncovered positions that were never primed
-            start = max(start, primed)
+        if first <= start < primed:  # where first is later, a rewind uncovered positions that were never primed
+            start = primed
         return Span(self.slot, start, stop)
 
     def primed(self, span: Span) -> None:
@@ -235,15 +238,16 @@ def forward_all(parts: Sequence[tuple[Session, Sequence[int] | np.ndarray, objec
     """One forward over the next tokens of some sessions: (session, tokens, wanted) → its Output. What one row says does
     not depend on the others. Raises what Session.forward does, before anything has run."""
     engine = parts[0][0].engine
-    runs = []
+    pool, runs = engine.pool, []
     for session, tokens, wanted in parts:
         ids = session.check(tokens)
-        runs.append((session.slot, session.position, ids, Rows.named(wanted, len(ids))))
+        runs.append((session.slot, len(session.tokens), ids, Rows.named(wanted, len(ids))))
     rows = Rows.join(runs)
-    for (session, _, _), (slot, start, ids, _) in zip(parts, runs):
+    for (session, _, _), (slot, _, stop) in zip(parts, rows.spans):
         # Before the forward: one that is cut short may have written over what a deeper rewind would need.
-        session._oldest = max(session._oldest, start + len(ids) - engine.pool.headroom)
-        engine.pool.reserve(slot, start + len(ids))
+        if stop - pool.headroom > session._oldest:
+            session._oldest = stop - pool.headroom
+        pool.reserve(slot, stop)
     logits, best, places, kept = engine.forward(rows)
     found, at = [], 0
     for (session, _, _), (_, _, ids, wanted) in zip(parts, runs):
@@ -271,7 +275,7 @@ def draft_all(parts: Sequence[tuple[Session, int, Choose]], logits: bool = False
     In several where the blocks have more rows than the pool's head-room.
     """
     prime_all([session for session, _, _ in parts])
-    asks = [Ask(session.slot, session.position, token, choose, logits) for session, token, choose in parts]
+    asks = [Ask(session.slot, len(session.tokens), token, choose, logits) for session, token, choose in parts]
     engine = parts[0][0].engine
     most = max(1, engine.pool.headroom // engine.config.dspark.block_size)  # no more rows than a forward has
     return [block for start in range(0, len(asks), most) for block in engine.draft_blocks(asks[start : start + most])]
@@ -279,7 +283,7 @@ def draft_all(parts: Sequence[tuple[Session, int, Choose]], logits: bool = False
 
 def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> list[int]:
     """tokens as a list (maybe the very one); raises InputError for anything that is not a list of ids within the vocabulary."""
-    if type(tokens) is list and set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab:
+    if type(tokens) is list and set(map(type, tokens)) == INTS and min(tokens) >= 0 and max(tokens) < vocab:
         return tokens  # the usual few: several times as fast as what follows
     try:
         ids = np.asarray(tokens)

@@ -32,14 +32,16 @@ if TYPE_CHECKING:
 MODES = ("batched", "sequential")
 
 
-class WantsDraft(NamedTuple):
+@dataclass(slots=True)
+class WantsDraft:
     """A block after the committed `token`. Answer: Drafted, without logits; or what a choice of its tokens raised."""
 
     token: int
     choose: Choose
 
 
-class WantsRows(NamedTuple):
+@dataclass(slots=True)
+class WantsRows:
     """These tokens in one forward. Answer: the model.Output of every one."""
 
     tokens: list[int]
@@ -56,7 +58,7 @@ def granting(session: Session, plan: Generator[Any, Any, Any]) -> Generator[Any,
         answer, error = None, None
         try:
             if isinstance(wish, WantsDraft):
-                answer = session.try_draft(*wish)
+                answer = session.try_draft(wish.token, wish.choose)
             elif isinstance(wish, WantsRows):
                 answer = session.forward(wish.tokens, "all")
             else:
@@ -106,24 +108,27 @@ def verifying(session: Session, tokens: Sequence[int], mode: str, choose: Choose
         for part in parts:
             output = yield WantsRows(part)
             rows.append(output.logits)
-            if not _settle(settled, output, drafted, choose, start + 1 + len(settled)):
+            if not _settle(settled, output, drafted, choose, start + 1):
                 break
     except BaseException:
         session.rewind(start)
         raise
     count = len(settled)
-    session.rewind(start + count)
     logits = (rows[0] if len(rows) == 1 else np.concatenate(rows))[:count]
+    if count < len(tokens):
+        session.rewind(start + count)
     session.logits = logits[-1]
     return settled, logits, count - 1
 
 
 def _settle(settled: list[int], output: Output, drafted: Iterator[int | None], choose: Choose, position: int) -> bool:
-    """Append what `choose` says row by row, the first for `position`; False once a token is not the drafted one."""
-    for row, (token, draft) in enumerate(zip(output.best, drafted)):
-        if token < 0 or choose is not greedy:  # greedy's choice was made where the backend computes, where there is one
+    """Append what `choose` says row by row, settled[0] for `position`; False once a token is not the drafted one."""
+    first, made = len(settled), choose is greedy  # greedy's choices were made where the backend computes
+    for token, draft in zip(output.best, drafted):
+        if not made or token < 0:
+            row = len(settled)
             try:
-                token = choose(output.logits[row], position + row)
+                token = choose(output.logits[row - first], position + row)
             except Exception:
                 if not settled:
                     raise
@@ -198,29 +203,31 @@ class Speculator:
         """The plan of step()."""
         if room < 1:
             raise InputError(f"room: expected at least 1 token to settle, found {room}")
-        left = session.engine.max_context - session.position
+        left = session.engine.max_context - len(session.tokens)
         if left < room:
             room = max(1, left)  # at the very end the forward refuses
-        found, gate = Round(logits), self.gate
+        gate, counters = self.gate, self.counters
+        drafted, confidence, length, draft_s = (), (), 0, 0.0
         if gate is not None and room > 1:
-            if gate.before_draft(found.margin if gate.reads_margin else None):
+            if gate.before_draft(margin(logits) if gate.reads_margin else None):
                 start = time.perf_counter()
                 block: Drafted | Exception = yield WantsDraft(token, self.choose)
                 if isinstance(block, Exception):  # a block of no tokens: plain decoding may never make that choice
                     what = type(block).__name__  # its text may have numbers in it, and Python says each text once
                     warnings.warn(f"speculation: a draft failed and counts as none: {what}", RuntimeWarning, stacklevel=2)
                 else:
-                    found.drafted, found.confidence = block.ids.tolist(), block.confidence.tolist()
-                found.length = gate.choose(found.confidence)
-                found.draft_s = time.perf_counter() - start
+                    drafted, confidence = block.ids.tolist(), block.confidence.tolist()
+                length = gate.choose(confidence)
+                draft_s = time.perf_counter() - start
             else:
-                self.counters.margin_skipped_rounds += gate.skipped_by_margin
-            self.counters.skipped_rounds += found.length == 0
-        found.length = min(found.length, room - 1)
-        tokens = [token, *found.drafted[: found.length]]
+                counters.margin_skipped_rounds += gate.skipped_by_margin
+            counters.skipped_rounds += length == 0
+        if length >= room:
+            length = room - 1
         start = time.perf_counter()
-        found.tokens, found.logits, found.accepted = yield from verifying(session, tokens, self.mode, self.choose)
-        found.verify_s = time.perf_counter() - start
+        tokens, rows, accepted = yield from verifying(session, [token, *drafted[:length]], self.mode, self.choose)
+        verify_s = time.perf_counter() - start
+        found = Round(logits, tokens, rows, drafted, confidence, length, accepted, draft_s, verify_s)
         self._learn(found)
         return found
 

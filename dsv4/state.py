@@ -136,6 +136,11 @@ class Pool:
 
     def reserve(self, slot: int, length: int) -> None:
         """Have pages for `length` positions of a slot. length ≤ max_context."""
+        if self._held[slot] * self.page_positions < length:
+            self._take_pages(slot, length)
+
+    def _take_pages(self, slot: int, length: int) -> None:
+        """reserve() where pages are missing."""
         while self._held[slot] * self.page_positions < length:
             self.pages[slot, self._held[slot]] = self._free_pages.pop()
             self._held[slot] += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Iterable, NamedTuple, Sequence
+from math import exp
+from typing import Iterable, Iterator, NamedTuple, Sequence
 
 LIMIT = 30.0  # beyond it a sigmoid is 0 or 1 in float64
 LOWEST_SLOPE = 0.05  # more confidence never means less acceptance
@@ -45,9 +46,9 @@ def sigmoid(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x))
 
 
-def known_outcomes(confidences: Sequence[float], n: int, accepted: int) -> list[tuple[float, bool]]:
+def known_outcomes(confidences: Sequence[float], n: int, accepted: int) -> Iterator[tuple[float, bool]]:
     """(confidence, accepted?) of the tokens a round tells about: behind the first rejected one nothing is known."""
-    return list(zip(confidences[:n], (True,) * accepted + (False,)))
+    return zip(confidences[:n], (True,) * accepted + (False,))
 
 
 def stepped(a: float, b: float, aa: float, ab: float, bb: float, pull_a: float, pull_b: float) -> tuple[float, float]:
@@ -72,8 +73,11 @@ class Calibration:
         self._aa, self._ab, self._bb = prior.a_precision, 0.0, prior.b_precision  # the belief's precision matrix
 
     def chances(self, confidences: Sequence[float]) -> list[float]:
-        a, b = self.a, self.b
-        return [sigmoid(a * confidence + b) for confidence in confidences]
+        a, b, low, high, chances = self.a, self.b, -LIMIT, LIMIT, []
+        for confidence in confidences:
+            x = a * confidence + b
+            chances.append(1.0 / (1.0 + exp(-x)) if low < x < high else sigmoid(x))
+        return chances
 
     def forget(self, rounds: int = 1) -> None:
         """Rounds pass: the evidence (belief minus prior) is scaled by decay with each."""
@@ -90,13 +94,20 @@ class Calibration:
     def learn(self, outcomes: Iterable[tuple[float, bool]]) -> None:
         """(confidence, accepted?) of some tokens, one after the other."""
         a, b, aa, ab, bb = self.a, self.b, self._aa, self._ab, self._bb
+        low, high = -LIMIT, LIMIT
         for confidence, accepted in outcomes:
-            p = sigmoid(a * confidence + b)
-            weight = p * (1.0 - p)
-            aa += weight * confidence * confidence
-            ab += weight * confidence
+            x = a * confidence + b
+            p = 1.0 / (1.0 + exp(-x)) if low < x < high else sigmoid(x)
+            error, weight = (1.0 if accepted else 0.0) - p, p * (1.0 - p)
+            weighted = weight * confidence
+            aa += weighted * confidence
+            ab += weighted
             bb += weight
-            a, b = stepped(a, b, aa, ab, bb, (accepted - p) * confidence, accepted - p)
+            pull, det = error * confidence, aa * bb - ab * ab
+            a += (bb * pull - ab * error) / det  # as stepped() does; a call would take as long again
+            b += (aa * error - ab * pull) / det
+            if a < LOWEST_SLOPE:
+                a = LOWEST_SLOPE
         self.a, self.b, self._aa, self._ab, self._bb = a, b, aa, ab, bb
 
 

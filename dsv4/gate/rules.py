@@ -51,7 +51,8 @@ class Rule:
 
     def _pick(self, chances: Sequence[float], unspeculated: float) -> int:
         """The best n for these chances of acceptance, no less than the floor."""
-        return max(self._best(chances, unspeculated), min(self.settings.min_draft, len(chances)))
+        best, floor = self._best(chances, unspeculated), self.settings.min_draft
+        return best if best >= floor else min(floor, len(chances))
 
     def _best(self, chances: Sequence[float], unspeculated: float) -> int:
         """The n of the highest rate, (1 + Σ_{i≤n} Π_{j≤i} chance_j) / cost(n): the tokens to expect per millisecond.

@@ -68,7 +68,7 @@ class Sequence:
         try:
             wish = plan.send(answer)
             while isinstance(wish, Settles):
-                kept = self.answer.push(*wish)
+                kept = self.answer.push(wish.tokens, wish.logits, wish.round)
                 steps += kept
                 wish = plan.send((len(kept), kept[-1].finish_reason is None))
             self.wish = wish
