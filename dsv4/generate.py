@@ -260,9 +260,12 @@ class Answer:
         ends, say, matcher = self._ends, self._say, self._matcher
         texts, reason = [], None
         for token in tokens:
-            ended = token in ends
-            texts.append("" if ended else say(token))
-            if ended or matcher.found:
+            if token in ends:
+                texts.append("")
+                reason = "stop"
+                break
+            texts.append(say(token))
+            if matcher.found:
                 reason = "stop"
                 break
         self.count += len(texts)

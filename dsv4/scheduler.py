@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 __all__ = ["Request", "Scheduler", "Ticket"]
+WAITED = attrgetter("waited")
 COUNTED = (
     "requests finished failed cancelled prompt_tokens generated_tokens steps rows max_rows rounds drafted accepted "
     "skipped_rounds prefix_hits prefix_misses prefix_tokens queue_s step_s draft_s"
@@ -220,11 +221,16 @@ class Scheduler:
 
     def _forward(self) -> None:
         """One forward for as many as the budget has room for."""
-        blocks = sorted([one for one in self._running if isinstance(one.wish, WantsRows)], key=attrgetter("waited"))
-        prompts = [one for one in self._running if isinstance(one.wish, WantsPrompt)]
+        blocks, prompts = [], []
+        for one in self._running:
+            if isinstance(one.wish, WantsRows):
+                blocks.append(one)
+            elif isinstance(one.wish, WantsPrompt):
+                prompts.append(one)
         if not blocks and not prompts:
             return
         start = time.perf_counter()
+        blocks.sort(key=WAITED)
         lengths = [len(one.wish.tokens) for one in blocks]
         count, shares = divide(lengths, [one.left() for one in prompts], self.token_budget, self.engine.chunk)
         blocks = blocks[:count]

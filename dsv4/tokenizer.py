@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 from .errors import CheckpointError, ConfigError, InputError
@@ -53,7 +52,7 @@ class Tokenizer:
             raise ConfigError(f"{path}: decoder: expected ByteLevel, found {decoder}")
         self.path = path
         self._bytes: dict[int, bytes] = {}
-        self.token_text = cache(self._text)
+        self.texts = Texts(self)
         settings = _read_json(directory / "tokenizer_config.json")
         generation = _read_json(directory / "generation_config.json")
         self.bos = self._special("bos", settings, generation)
@@ -128,19 +127,27 @@ class Tokenizer:
             self._bytes[token] = bytes(_LETTERS[letter] for letter in name) if whole else name.encode("utf-8")
         return self._bytes[token]
 
-    def _text(self, token: int) -> str | None:
-        """The text of a token by itself; None where its bytes are not valid UTF-8 without those of others."""
-        try:
-            return self.token_bytes(token).decode("utf-8")
-        except UnicodeDecodeError:
-            return None
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def stream(self) -> Detokenizer:
         return Detokenizer(self)
+
+
+class Texts(dict):
+    """Token → its text by itself; None where its bytes are not valid UTF-8 without those of others."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._bytes = tokenizer.token_bytes
+
+    def __missing__(self, token: int) -> str | None:
+        try:
+            text = self._bytes(token).decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self[token] = text
+        return text
 
 
 class Detokenizer:
@@ -150,14 +157,15 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._text, self._bytes = tokenizer.token_text, tokenizer.token_bytes
+        self._texts, self._bytes = tokenizer.texts, tokenizer.token_bytes
         self._held = b""  # of a character that is not complete
 
     def push(self, token: int) -> str:
         """The text that is certain now."""
-        whole = None if self._held else self._text(token)
-        if whole is not None:
-            return whole
+        if not self._held:
+            whole = self._texts[token]
+            if whole is not None:
+                return whole
         data = self._held + self._bytes(token)
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._held = data[used:]

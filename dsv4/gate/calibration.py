@@ -82,7 +82,9 @@ class Calibration:
     def forget(self, rounds: int = 1) -> None:
         """Rounds pass: the evidence (belief minus prior) is scaled by decay with each."""
         a, b, a_precision, b_precision = self.prior
-        aa, ab, bb, keep = self._aa, self._ab, self._bb, self.decay**rounds
+        aa, ab, bb, keep = self._aa, self._ab, self._bb, self.decay
+        if rounds > 1:
+            keep **= rounds
         da, db = self.a - a, self.b - b
         pull_a = keep * (aa * da + ab * db)
         pull_b = keep * (ab * da + bb * db)
