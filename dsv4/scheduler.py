@@ -209,15 +209,22 @@ class Scheduler:
 
     def _draft(self) -> None:
         """One draft for all that want a block."""
-        asking = [one for one in self._running if isinstance(one.wish, WantsDraft)]
+        asking, decoding = [], len(self._running)
+        for one in self._running:
+            if isinstance(one.wish, WantsDraft):
+                asking.append(one)
+            elif isinstance(one.wish, WantsPrompt):
+                decoding -= 1
         if not asking:
             return
+        prompts = any([one.answer.count == 1 for one in asking])  # the first draft after a prompt
         start = time.perf_counter()
         blocks = draft_all([(one.session, one.wish.token, one.wish.choose) for one in asking])
         self._counts["draft_s"] += time.perf_counter() - start
         for one, block in zip(asking, blocks):
             one.advance(block)
-        self._costs.drafted(len(asking), 1e3 * (time.perf_counter() - start))  # with choosing the lengths
+        taken = 1e3 * (time.perf_counter() - start)  # with choosing the lengths
+        self._costs.drafted(len(asking), decoding, taken, prompts)
 
     def _forward(self) -> None:
         """One forward for as many as the budget has room for."""

@@ -286,7 +286,7 @@ def test_all_decode_plainly_now_and_then(nano, prompts, monkeypatch):
         forwarded(self, rows, 1 + rows / 100, plain, prompts)
 
     monkeypatch.setattr(BatchCosts, "forwarded", steady)
-    monkeypatch.setattr(BatchCosts, "drafted", lambda self, n, ms: drafted(self, n, n / 100))
+    monkeypatch.setattr(BatchCosts, "drafted", lambda self, n, of, ms, prompts: drafted(self, n, of, n / 100, prompts))
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Scheduler(nano, token_budget=96) as scheduler:
         for ticket in [scheduler.submit(Request(prompts[1], params)) for _ in range(3)]:
@@ -300,6 +300,21 @@ def test_all_decode_plainly_now_and_then(nano, prompts, monkeypatch):
         costs.forwarded(3 if due[-1] else 18, 5.0, due[-1], False)
     runs = "".join("p" if one else "." for one in due).split("p" * BatchCosts.IN_A_ROW)
     assert [len(run) for run in runs[:-1]] == [4, 8, 16, 32, 64, 128, 128, 128, 128]
+
+
+def test_costs_are_told_who_could_draft_and_who_had_just_read_a_prompt(nano, prompts, monkeypatch):
+    told = []
+    monkeypatch.setattr(BatchCosts, "drafted", lambda self, n, of, ms, prompts: told.append((n, of, prompts)))
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (300, 30)]
+    with Scheduler(nano, token_budget=24, spec="always") as scheduler:
+        first = scheduler.submit(Request(prompts[1], params[0]))
+        while not told:
+            time.sleep(0.001)
+        with scheduler.submit(Request((prompts[1] * 9)[:120], params[1])) as second:
+            second.result(WAIT), first.result(WAIT)
+    assert told[:2] == [(1, 1, True), (1, 1, False)] and (2, 2, False) in told
+    assert next(one for one in told if one[1] == 2) == (2, 2, True)  # before, the second read its prompt
+    assert sum(prompts for _, _, prompts in told) == 2
 
 
 def test_pieces_are_the_steps_of_a_stream_with_their_rounds(nano, prompts):

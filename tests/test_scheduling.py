@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.gate import Costs
+from dsv4.gate import Costs, Evidence
 from dsv4.scheduling.budget import divide, fill
 from dsv4.scheduling.costs import BatchCosts, Line
 
@@ -42,7 +42,7 @@ def test_costs_are_shares_of_the_batch():
     costs.forwarded(6, 50.0, False, False)  # something else took the machine
     for n in (1, 8):
         for _ in range(40):
-            costs.drafted(n, 0.4 + 0.2 * n)
+            costs.drafted(n, n, 0.4 + 0.2 * n, False)
         costs.share(n)
         assert costs.plain_ms == pytest.approx(0.5 / n + 0.1, rel=0.1)
         assert costs.verify(5) == pytest.approx(0.5 / n + 0.6, rel=0.1)
@@ -77,3 +77,65 @@ def test_the_first_plain_steps_say_little():
             costs.forwarded(8, ms, True, False)
     costs.share(8)
     assert 8 * costs.plain_ms == pytest.approx(1.3, rel=0.02)
+
+
+# ---------------------------------------------------------------------- what a draft takes
+def test_drafts_with_prompts_count_until_there_is_another():
+    costs = BatchCosts(Costs())
+    costs.forwarded(8, 0.8, True, False)
+    for _ in range(9):
+        costs.learn(5, 0)  # nothing that they bring would pay
+    costs.drafted(8, 8, 4.0, True)
+    costs.share(8)
+    assert costs.draft_ms == pytest.approx(0.5) and costs.pays(Evidence())  # not known well enough to give up
+    costs.drafted(8, 8, 1.0, False)
+    costs.drafted(8, 8, 4.0, True)
+    costs.share(8)
+    assert costs.draft_ms == pytest.approx(0.125) and not costs.pays(Evidence())
+
+
+def test_short_answers_alone_show_what_drafts_take():
+    """Each drafts once, right after its prompt."""
+    costs = BatchCosts(Costs())
+    costs.forwarded(8, 0.8, True, False)
+    for i in range(BatchCosts.ROUGH):
+        assert costs.pays(Evidence())
+        costs.learn(5, 0), costs.learn(5, 0)
+        costs.drafted(8, 8, 4.0, True)
+        costs.share(8)
+    assert not costs.pays(Evidence())
+    for _ in range(200):
+        costs.drafted(8, 8, 2.0, True)
+    costs.share(8)
+    assert costs.draft_ms == pytest.approx(0.25, rel=0.01)
+
+
+def test_a_draft_is_shared_as_the_last_one_was_by_those_who_could():
+    costs = BatchCosts(Costs())
+    for n in (1, 2, 4, 8):
+        for _ in range(30):
+            costs.drafted(n, n, 1.0 + 0.1 * n, False)
+    for drafting, decoding, expected in ((4, 4, 1.8 / 8), (2, 4, 1.4 / 4), (1, 8, 1.1)):  # others read their prompts
+        costs.drafted(drafting, decoding, 1.0 + 0.1 * drafting, False)
+        costs.share(8)
+        assert costs.draft_ms == pytest.approx(expected, rel=0.02)
+    costs.drafted(8, 8, 1.8, False)
+    while not costs.plain_is_due(False):
+        costs.forwarded(48, 2.0, False, False)
+    costs.drafted(2, 8, 1.2, False)  # the others knew already that all are to decode plainly
+    costs.share(8)
+    assert costs.draft_ms == pytest.approx(1.8 / 8, rel=0.02)
+
+
+def test_a_few_slow_samples_do_not_count_and_many_do():
+    line = Line(1.0, 1.0, (1.0, 6.0))
+    for _ in range(20):
+        line.add(8, 2.0)
+    for _ in range(100):
+        for _ in range(Line.STUMBLE):
+            line.add(8, 9.0)
+        line.add(8, 2.0)
+    assert line.near(8) == pytest.approx(2.0, rel=0.01)
+    for _ in range(100):
+        line.add(8, 9.0)
+    assert line.near(8) == pytest.approx(9.0, rel=0.05)

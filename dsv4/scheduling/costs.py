@@ -9,7 +9,7 @@ from ..gate.costs import line
 
 
 class Line:
-    """ms = base + slope · x, fitted to samples as they come; one slow sample does not upset it.
+    """ms = base + slope · x, fitted to samples as they come; a few slow ones, where the machine stumbles, do not count.
 
     x are sorted by their power of two, and each such group counts by its recent means: what many samples of one x say of
     it does not make the others forgotten. given: a line to start from, scaled to the speed of the samples.
@@ -17,12 +17,15 @@ class Line:
 
     DECAY = 0.95  # weight of a sample, one sample of its group later
     CLIP = 2.0  # of a sample and the line, the larger is cut to so many times the other
+    KNOWN = 2.0  # weight of a group whose samples are looked at for slow ones: more than CLIP times as slow
+    STUMBLE = 8  # slow ones in a row that do not count: with the next the machine is slower
     GIVEN = 0.005  # weight of the given line at each of two x; that of a group is below 1
 
     def __init__(self, base: float, slope: float, at: tuple[float, float]):
         self._given, self._at = (base, slope), at
         self.base, self.slope = base, slope
         self._groups: dict[int, tuple[float, float, float]] = {}  # (weight, mean x, mean ms)
+        self._slow = 0  # slow samples until now, in a row
 
     def __call__(self, x: float) -> float:
         return self.base + self.slope * x
@@ -36,6 +39,9 @@ class Line:
     def add(self, x: int, ms: float) -> None:
         group, groups = x.bit_length(), self._groups
         weight, mean_x, mean_ms = groups.get(group, (0.0, 0.0, 0.0))
+        self._slow = self._slow + 1 if weight > self.KNOWN and ms > self.CLIP * self.near(x) else 0
+        if 0 < self._slow <= self.STUMBLE:
+            return
         if groups:
             ms = min(ms, self.CLIP * self(x))
             if weight:
@@ -67,7 +73,7 @@ class BatchCosts(Costs):
     A sequence drafts where its drafts bring more than plain steps in their time. What they bring is the mean of its own
     and of everybody's recent ones, which count as SHARED of its own: alone it would know too little. Those that do not
     draft all try again in the same forward, to share the draft: after so many that what they expect to lose by it is
-    PROBE of their time.
+    PROBE of their time, and sooner at first.
     """
 
     shared = True
@@ -78,7 +84,9 @@ class BatchCosts(Costs):
     SHARED = 20.0
     MEMORY = 0.998  # weight of a round of anybody, one such round later
     PROBE = 0.015
+    EAGER = 16.0  # times as much at first, a quarter of it with every try: what was measured first may mislead
     ENOUGH = 7.5  # rounds that draft whatever they bring
+    ROUGH = 8  # drafts after which those that prompts were part of say what a draft takes, where there was no other
     DOUBT = 2.0  # tokens a round varies by: what drafts bring counts as higher by so much / sqrt(how many are known)
 
     def __init__(self, given: Costs):
@@ -86,19 +94,20 @@ class BatchCosts(Costs):
         slope = given.verify_slope_ms
         self._start = (max(given.plain_ms - slope, 0.0), slope, (1.0, 6.0))
         self._forward, self._rough = Line(*self._start), True  # rough: nothing but forwards with prompts was seen
-        self._draft = Line(given.draft_ms / 2, given.draft_ms / 2, (1.0, 4.0))
-        self._drafting = 1  # how many shared the last draft
+        self._start_draft = (given.draft_ms / 2, given.draft_ms / 2, (1.0, 4.0))
+        self._draft, self._rough_draft, self._drafts = Line(*self._start_draft), True, 0  # rough, too: with prompts alone
+        self._drafting = 1.0  # share of those that decode that also draft
         self._plain = 0  # forwards since the last that was not plain
         self._wait = self._due = self.FIRST  # forwards until the next that nobody drafts for
         self._all = Evidence()
         self._lost = 0.0  # plain steps that a try now is expected to lose, of those that do not draft
-        self._saved = 0.0  # plain steps that they may lose
+        self._saved, self._eager = 0.0, self.EAGER  # plain steps that they may lose; how many times as fast these grow
         self._trying = False
 
     def share(self, sequences: int) -> None:
         """So many sequences take part in the next step, which goes by what was measured before it."""
         count = max(sequences, 1)
-        drafting = min(self._drafting, count)
+        drafting = max(round(self._drafting * count), 1)
         drafted = count * max(self._all.verified, 1.0)
         plain = self._forward.near(count)
         self.verify_slope_ms = max(self._forward.near(count + drafted) - plain, 0.0) / drafted
@@ -118,12 +127,20 @@ class BatchCosts(Costs):
         if self._rough or not (prompts or 1 <= self._plain <= self.COLD):
             self._forward.add(rows, ms)
         self._trying = 0.0 < self._lost <= self._saved
-        self._lost, self._saved = 0.0, 0.0 if self._trying else self._saved
+        if self._trying:
+            self._saved, self._eager = 0.0, max(self._eager / 4.0, 1.0)
+        self._lost = 0.0
 
-    def drafted(self, sequences: int, ms: float) -> None:
-        """Drafting a block for so many sequences took ms."""
-        self._draft.add(sequences, ms)
-        self._drafting = sequences
+    def drafted(self, sequences: int, decoding: int, ms: float, prompts: bool) -> None:
+        """Drafting a block for so many sequences, of those that decode, took ms. prompts: some had just read theirs, which
+        their windows were primed with; such a draft takes longer, and says what others take until there is one."""
+        self._drafts += 1
+        if self._rough_draft and not prompts:
+            self._rough_draft, self._draft = False, Line(*self._start_draft)
+        if self._rough_draft or not prompts:
+            self._draft.add(sequences, ms)
+        if self._due > 0:  # else some knew already that all are to decode plainly
+            self._drafting = sequences / decoding
 
     def observe(self, draft_ms: float | None, n: int, verify_ms: float) -> None:
         """A round's own times are mostly its neighbours', and are not used."""
@@ -137,7 +154,7 @@ class BatchCosts(Costs):
 
     def pays(self, own: Evidence) -> bool:
         everybody, weight, shared = self._all, own.weight, self.SHARED
-        if everybody.weight < self.ENOUGH:
+        if everybody.weight < self.ENOUGH or (self._rough_draft and self._drafts < self.ROUGH):
             return True
         if self._due <= 0:
             return False
@@ -148,5 +165,5 @@ class BatchCosts(Costs):
         if self._trying or gain + self.DOUBT / sqrt(everybody.weight) > 0.0:
             return True
         self._lost -= gain
-        self._saved += self.PROBE
+        self._saved += self.PROBE * self._eager
         return False
