@@ -139,3 +139,12 @@ def test_a_few_slow_samples_do_not_count_and_many_do():
     for _ in range(100):
         line.add(8, 9.0)
     assert line.near(8) == pytest.approx(9.0, rel=0.05)
+
+
+def test_what_becomes_slow_is_seen_between_samples_that_do_not():
+    line = Line(1.0, 0.1, (1.0, 6.0))
+    for _ in range(60):
+        line.add(1, 1.0), line.add(8, 2.0)
+    for _ in range(100):
+        line.add(8, 7.0), line.add(1, 1.0)
+    assert line.near(8) == pytest.approx(7.0, rel=0.1) and line.near(1) == pytest.approx(1.0, rel=0.1)

@@ -18,14 +18,14 @@ class Line:
     DECAY = 0.95  # weight of a sample, one sample of its group later
     CLIP = 2.0  # of a sample and the line, the larger is cut to so many times the other
     KNOWN = 2.0  # weight of a group whose samples are looked at for slow ones: more than CLIP times as slow
-    STUMBLE = 8  # slow ones in a row that do not count: with the next the machine is slower
+    STUMBLE = 8  # slow ones in a row in a group that do not count: with the next the machine is slower
     GIVEN = 0.005  # weight of the given line at each of two x; that of a group is below 1
 
     def __init__(self, base: float, slope: float, at: tuple[float, float]):
         self._given, self._at = (base, slope), at
         self.base, self.slope = base, slope
         self._groups: dict[int, tuple[float, float, float]] = {}  # (weight, mean x, mean ms)
-        self._slow = 0  # slow samples until now, in a row
+        self._slow: dict[int, int] = {}  # of each group: slow samples until now, in a row
 
     def __call__(self, x: float) -> float:
         return self.base + self.slope * x
@@ -39,8 +39,9 @@ class Line:
     def add(self, x: int, ms: float) -> None:
         group, groups = x.bit_length(), self._groups
         weight, mean_x, mean_ms = groups.get(group, (0.0, 0.0, 0.0))
-        self._slow = self._slow + 1 if weight > self.KNOWN and ms > self.CLIP * self.near(x) else 0
-        if 0 < self._slow <= self.STUMBLE:
+        slow = weight > self.KNOWN and ms > self.CLIP * self.near(x)
+        self._slow[group] = self._slow.get(group, 0) + 1 if slow else 0
+        if 0 < self._slow[group] <= self.STUMBLE:
             return
         if groups:
             ms = min(ms, self.CLIP * self(x))
