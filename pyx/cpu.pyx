@@ -77,6 +77,7 @@ cdef extern from "kernels.h" nogil:
         int64_t rows, parts, d, inner, uses
         const int32_t *expert
         const int64_t *first
+        const int32_t *order
         const int32_t *row
         const int32_t *part
         const float *weight

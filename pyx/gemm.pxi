@@ -177,6 +177,7 @@ cdef class MoeScratch:
     cdef moe_args a
     cdef int32_t *expert
     cdef int64_t *first
+    cdef int32_t *order
     cdef int32_t *row
     cdef int32_t *part
     cdef float *weight
@@ -192,13 +193,13 @@ cdef class MoeScratch:
         cdef int64_t even = min(BLOCK, -(-rows // threads))
         self.most = max(16, (max(entries // (JOBS * threads), even) + 7) // 8 * 8) if few else entries
         uses = bank.experts + 1 + entries // self.most
-        cdef int64_t[12] sizes = [
+        cdef int64_t[13] sizes = [
             4 * rows * bank.dim, 4 * rows * to_64(bank.dim) if bank.any_fp4 else 0, 4 * entries * to_64(bank.inner),
             4 * MOE_WIDTH * threads * slices * parts, 4 * uses, 8 * (uses + 1), 4 * entries, 4 * entries,
-            8 * bank.experts, 4 * entries, 8 * parts, 2 * rows * to_64(bank.dim),
+            8 * bank.experts, 4 * entries, 8 * parts, 2 * rows * to_64(bank.dim), 4 * uses,
         ]
-        cdef int64_t[12] at
-        for i in range(12):
+        cdef int64_t[13] at
+        for i in range(13):
             at[i] = total
             total += (sizes[i] + 63) // 64 * 64
         self.memory = Memory(total)
@@ -215,6 +216,7 @@ cdef class MoeScratch:
         self.a.part = self.part = <int32_t *>(base + at[9])
         self.a.place = self.place = <int64_t *>(base + at[10])
         self.a.pairs = <uint16_t *>(base + at[11])
+        self.a.order = self.order = <int32_t *>(base + at[12])
 
     cdef bint plan(self, Choices given, int experts, const int32_t *where, int64_t lanes, bint shared) noexcept nogil:
         """Sorts (row, choice) by expert, rows ascending, then with `shared` every row for the shared expert.
@@ -253,7 +255,21 @@ cdef class MoeScratch:
             self.place[i] = where[i]
         self.a.uses, self.a.parts = uses, at if lanes > 1 else rows
         self.first[uses] = at
+        self.sort(uses)
         return True
+
+    cdef void sort(self, int64_t uses) noexcept nogil:
+        """Puts the uses in order of their entries, the most first."""
+        cdef int64_t use, entries, i, before
+        for use in range(uses):
+            entries, i = self.first[use + 1] - self.first[use], use
+            while i > 0:
+                before = self.order[i - 1]
+                if self.first[before + 1] - self.first[before] >= entries:
+                    break
+                self.order[i] = <int32_t>before
+                i -= 1
+            self.order[i] = <int32_t>use
 
     cdef int64_t use(self, int64_t uses, int64_t expert, int64_t at, int64_t entries) noexcept nogil:
         """Adds the uses of one expert, whose entries begin `at`; how many there are now."""

@@ -57,6 +57,7 @@ struct moe_args {
     int64_t rows, parts, d, inner, uses;
     const int32_t *expert; /* [uses] ascending, the shared one last */
     const int64_t *first;  /* [uses + 1] where each use's entries begin */
+    const int32_t *order;  /* [uses] in which threads take them, the largest first: then none waits long for another */
     const int32_t *row;    /* [entries] */
     const int32_t *part;   /* [entries] */
     const float *weight;   /* [entries] */

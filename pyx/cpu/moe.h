@@ -190,17 +190,20 @@ static void FN(moe_outputs)(const struct moe_args *a, int64_t n0, int width, int
     FN(moe_store)(a, n0, width, totals);
 }
 
-/* Threads take jobs in turn, each one ahead of what it does, so that it knows which weights to fetch. */
+/* Threads take jobs in turn. Where weights come from memory, each takes one ahead of what it does, to know which to fetch;
+ * where they are near, that would only leave a job to who has one when another thread has none. */
 static void FN(moe_inners)(void *args, int tid, int n)
 {
     struct moe_args *a = args;
-    const int64_t blocks = (a->inner + E4M3_BLOCK - 1) / E4M3_BLOCK;
+    const int64_t blocks = (a->inner + E4M3_BLOCK - 1) / E4M3_BLOCK, jobs = a->uses * blocks;
+    const int near = a->matrices->n * a->matrices->weight_stride <= NEAR;
     (void)tid, (void)n;
-    for (int64_t next, job = atomic_fetch_add(&a->next_inner, 1); job < a->uses * blocks; job = next) {
-        next = atomic_fetch_add(&a->next_inner, 1);
+    for (int64_t next, job = atomic_fetch_add(&a->next_inner, 1); job < jobs; job = next) {
+        next = near ? jobs : atomic_fetch_add(&a->next_inner, 1);
         struct route after = {0, next % blocks * E4M3_BLOCK, NULL};
-        if (next < a->uses * blocks) after.next = a->matrices + 3 * (int64_t)a->expert[next / blocks];
-        FN(moe_inner)(a, job / blocks, job % blocks, after);
+        if (next < jobs) after.next = a->matrices + 3 * (int64_t)a->expert[a->order[next / blocks]];
+        FN(moe_inner)(a, a->order[job / blocks], job % blocks, after);
+        if (near) next = atomic_fetch_add(&a->next_inner, 1);
     }
 }
 
