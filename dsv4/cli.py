@@ -43,6 +43,8 @@ def cli(ctx):
     \b
     First steps:
       python -m dsv4 generate --prompt "Once upon a time" --max-tokens 40
+      python -m dsv4 chat
+      python -m dsv4 serve
       python -m dsv4 inspect DIR
       python -m dsv4 COMMAND --help
 

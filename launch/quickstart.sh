@@ -4,4 +4,5 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 setup
-exec "$python" -m dsv4 generate --model nano --prompt "Once upon a time" --max-tokens 40 --temperature 0 "$@"
+"$python" -m dsv4 generate --model nano --prompt "Once upon a time" --max-tokens 40 --temperature 0 "$@"
+say "next: $venv/bin/python -m dsv4 chat, or ./launch/serve.sh 1 and http://127.0.0.1:8000"

@@ -104,7 +104,7 @@ setup() {
     fi
   fi
   need_system
-  say "installing into $venv (compiles the kernels; a minute or two)"
+  say "installing into $venv (downloads, then compiles the kernels: a few minutes without a word)"
   "$python" -m pip install --quiet --disable-pip-version-check -e "$root[$extras]" >&2 || fail "installation failed (see above)"
   echo "$now" >"$venv/.dsv4-run"
   echo "$now" >"$venv/.dsv4-$extra"
