@@ -63,7 +63,7 @@ static void moe_calls(const struct kernels *kernels, struct moe_args a, int n, i
     int64_t *place = block(8 * a.rows, 8);
     float *sums = memset(block(size, 4), 0, (size_t)size);
     struct moe_end_args end = {sums, a.y, a.rows, lanes, a.d, a.slices};
-    if (lanes) a.sums = sums, a.place = place, a.y = NULL, a.uses = 1;
+    if (lanes) a.sums = sums, a.place = place, a.y = NULL, a.uses = 1, a.order++; /* its second is 0 */
     for (int use = 0; use < (lanes ? 2 : 1); use++, a.expert++, a.first++) {
         for (int64_t t = 0; t < a.rows; t++) place[t] = t * lanes + (lanes > 1 ? use : 0);
         a.next_inner = a.next_output = a.wide = 0;
@@ -78,15 +78,16 @@ static int moe_case(int64_t d, int64_t inner, int64_t rows, int slices)
     struct matrix m[6];
     for (int i = 0; i < 6; i++)
         m[i] = weights(i < 3 ? FORMAT_FP4 : FORMAT_FP8, i % 3 == 1 ? d : inner, i % 3 == 1 ? inner : d);
-    int32_t *expert = integers(2, 0, 1), *row = block(8 * rows, 4);
+    int32_t *expert = integers(2, 0, 1), *order = block(8, 4), *row = block(8 * rows, 4);
     int64_t *first = block(24, 8);
     for (int64_t i = 0; i < 2 * rows; i++) row[i] = (int32_t)(i % rows);
     for (int64_t i = 0; i < 3; i++) first[i] = i * rows;
-    expert[1] = 1;
+    expert[1] = order[0] = 1;
+    order[1] = 0;
     const int64_t size = 4 * rows * d;
     float *kept = NULL;
     struct moe_args a = {.matrices = m, .x = numbers(rows * d), .rows = rows, .parts = rows, .d = d, .inner = inner, .uses = 2,
-                         .expert = expert, .first = first, .row = row, .part = row, .weight = numbers(2 * rows),
+                         .expert = expert, .first = first, .order = order, .row = row, .part = row, .weight = numbers(2 * rows),
                          .limit = 10, .slices = slices, .plain = block(size, 4), .packed = block(4 * rows * TO_64(d), 4),
                          .pairs = block(2 * rows * TO_64(d), 2), .act = block(8 * rows * TO_64(inner), 4),
                          .totals = block(4 * THREADS * slices * rows * MOE_WIDTH, 4)};
