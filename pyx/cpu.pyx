@@ -11,6 +11,7 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t
 from libc.stdlib cimport free
 from numpy cimport NPY_FLOAT32, PyArray_SimpleNewFromData, import_array, npy_intp, set_array_base
+from posix.mman cimport MAP_ANON, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap, munmap
 
 import numpy as np
 
@@ -190,7 +191,8 @@ cdef Buffer floats(array, int64_t columns):
 # own, of a few sizes (64, 128, .. 512 bytes, and then four to each doubling), which are used again.
 cdef enum:
     LINE = 64
-    SIZES = 68             # up to 16 MB; larger blocks come from malloc and go back there
+    MAPPED = 64 << 10      # from here on blocks are mapped: malloc keeps what is given back, and scatters it
+    SIZES = 68             # up to 16 MB; larger blocks are given back at once
     SPARE_BYTES = 16 << 20 # of blocks in no use; beyond, those go of the size that was longest not asked for
 
 cdef struct block:        # what a spare block holds: the next of its size
@@ -203,7 +205,7 @@ cdef int64_t asks = 0
 
 
 cdef void free_spare(int64_t most) noexcept:
-    """Give blocks back to malloc until so many bytes are spare."""
+    """Give blocks back until so many bytes are spare."""
     global spare_bytes
     cdef block *start
     cdef int number, oldest
@@ -215,6 +217,22 @@ cdef void free_spare(int64_t most) noexcept:
         start = spare[oldest]
         spare[oldest] = start.next
         spare_bytes -= size_of(oldest)
+        free_block(start, size_of(oldest))
+
+
+cdef void *new_block(int64_t size) noexcept:
+    """A block that begins at a cache line, or NULL."""
+    cdef void *start = NULL
+    if size >= MAPPED:
+        start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0)
+        return NULL if start == MAP_FAILED else start
+    return NULL if posix_memalign(&start, LINE, size) else start
+
+
+cdef void free_block(void *start, int64_t size) noexcept:
+    if size >= MAPPED:
+        munmap(start, size)
+    else:
         free(start)
 
 
@@ -248,14 +266,16 @@ cdef class Memory:
                 spare[self.number] = self.start.next
                 spare_bytes -= size
                 return
-        if posix_memalign(<void **>&self.start, LINE, size):
-            self.start = NULL
+        self.start = <block *>new_block(size)
+        if self.start is NULL:
             raise MemoryError(f"expected {size} bytes for an array, found no memory")
 
     def __dealloc__(self):
         global spare_bytes
-        if self.start is NULL or self.number >= SIZES:
-            free(self.start)
+        if self.start is NULL:
+            return
+        if self.number >= SIZES:
+            free_block(self.start, size_of(self.number))
             return
         self.start.next = spare[self.number]
         spare[self.number] = self.start

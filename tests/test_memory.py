@@ -41,6 +41,19 @@ for _ in range(100):
     step()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+HOLES = """
+import numpy as np
+from dsv4._cpu import lines
+from dsv4.bench.machine import own_memory
+lines((5 << 20, 1))  # once such a one was freed, glibc takes arrays of 1 MB from its heap
+before = own_memory()
+held = [(lines((1 << 18, 1)), np.empty(64)) for _ in range(100)]
+for large, _ in held:
+    large.fill(1)
+small = [small for _, small in held]
+del held, large
+print(own_memory() - before)
+"""
 linux = pytest.mark.skipif(own_memory() is None, reason="the system does not tell what is mapped")
 
 
@@ -78,6 +91,12 @@ def test_nano_stays_within_its_plan():
 def test_arrays_of_a_step_are_made_from_what_the_last_one_freed():
     faults = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True).stdout
     assert int(faults) < 1000, f"{faults} page faults in 100 steps"
+
+
+@linux
+def test_large_arrays_leave_no_holes_among_small_ones():
+    grown = int(subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True).stdout)
+    assert grown < 18 << 20, f"{grown / 2**20:.1f} MB held, expected 16 MB of spare blocks"
 
 
 @linux
