@@ -76,11 +76,12 @@ def replay_command(file, rule, accounting, costs, as_json):
         }
         say(json.dumps(record, ensure_ascii=False))
         return
+    say(f"{'prompt':14s} {'speed':>12s}   {'ratio':12s}   tokens verified, round by round (-: nothing drafted)")
     for name, one in report.played.items():
         skipped = set(one.undrafted)
         lengths = " ".join("-" if i in skipped else str(n) for i, n in enumerate(one.lengths))
         say(f"{_rate(name, one.rate, report)}   {lengths}")
-    say(f"{_rate('round-weighted', report.round_weighted, report)}   (- : nothing drafted)")
+    say(_rate("round-weighted", report.round_weighted, report))
     say(_rate("total", report.total, report))
     say(f"{'plain':14s} {report.plain:6.2f} tok/s")
 

@@ -183,8 +183,8 @@ def _render_files(report: dict[str, Any]) -> list[str]:
 def _render_model(report: dict[str, Any]) -> list[str]:
     layers, experts, draft, count = report["layers"], report["experts"], report["draft"], report["parameters"]
     rows = [
-        ("parameters", f"{_billions(count['main'])}, of which a token meets {_billions(count['active'])}"
-                       + (f"; draft {_billions(count['draft'])}" if draft else "")),
+        ("parameters", f"{_billions(count['main'] + count['draft'])}: {_billions(count['main'])}, of which a token meets "
+                       f"{_billions(count['active'])}" + (f", and the draft's {_billions(count['draft'])}" if draft else "")),
         ("layers", f"{layers['count']}, window {layers['window']}, first {layers['hash_routed']} routed by token id"),
     ]  # fmt: skip
     for kind in layers["kinds"]:

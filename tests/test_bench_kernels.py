@@ -56,6 +56,14 @@ def test_placement(tmp_path, monkeypatch):
     assert machine.placement(tmp_path / "absent") == {"nodes": 1, "affinity": {0: 3}}
 
 
+def test_the_processor_with_its_generation(tmp_path):
+    info, more = tmp_path / "cpuinfo", "cpu family\t: 25\nmodel\t\t: 17\n"
+    info.write_text(f"processor\t: 0\n{more}model name\t: A CPU @ 2: GHz\n\nprocessor\t: 1\ncpu family\t: 6\nmodel name\t: B\n")
+    assert machine.cpu_model(info) == "A CPU @ 2: GHz, family 25 model 17"
+    info.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert machine.cpu_model(info) == machine.cpu_model(tmp_path / "absent") != ""
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_read_reads_everything(threads):
     words = np.random.default_rng(0).integers(0, 1 << 63, 32 * 37, np.uint64)

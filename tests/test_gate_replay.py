@@ -229,6 +229,7 @@ def test_command_replay(monkeypatch):
         run("replay", FILE, "--costs", 1, 1, 1, 0)
     table = run("replay", FILE, "--rule", "bucket")
     assert "2.97 tok/s   0.90 x plain   5 5 5 5 0 5 5" in table and "3.46 tok/s   1.05 x plain" in table
+    assert table.startswith("prompt ") and "round by round" in table.splitlines()[0]
     assert table.splitlines()[-1].split() == ["plain", "3.30", "tok/s"]
     with pytest.raises(ConfigError, match="gate rule"):
         run("replay", FILE, "--rule", "best")

@@ -14,12 +14,14 @@ import numpy as np
 from .. import __version__
 
 
-def cpu_model() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
+def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor as the system tells it: its name, which a virtual machine may cut short, and its generation."""
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    first = {}
+    for name, colon, value in (line.partition(":") for line in lines):
+        first.setdefault(name.strip(), value.strip())
+    name = first.get("model name") or platform.processor() or platform.machine()
+    return f"{name}, family {first['cpu family']} model {first['model']}" if "cpu family" in first else name
 
 
 def cores() -> int:
