@@ -20,7 +20,7 @@ import numpy as np
 from .errors import InputError
 from .gate import Costs, make_rule, rule_of
 from .sampling import SamplingParams, chooser, token_logprobs
-from .session import check_tokens
+from .session import check_tokens, remedy
 from .speculate import Round, Speculator, granting
 
 
@@ -116,7 +116,7 @@ def checked(engine, prompt: str | Sequence[int], params: SamplingParams | None) 
     if len(tokens) >= engine.max_context:
         raise InputError(
             f"prompt: expected at most {engine.max_context - 1} tokens (a context of {engine.max_context}, one of them "
-            f"to be generated); found {len(tokens)}; shorten it or load with a larger max_context"
+            f"to be generated); found {len(tokens)}; {remedy(engine, 'shorten it')}"
         )
     vocab = engine.config.vocab_size
     if params.stop and engine.tokenizer is None:

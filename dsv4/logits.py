@@ -12,6 +12,7 @@ from .errors import InputError
 from .files import replacing
 from .generate import prompt_tokens
 from .sampling import descending
+from .session import remedy
 
 
 def record(engine, prompt, k: int, out: Path | None = None, progress=None) -> dict:
@@ -22,7 +23,9 @@ def record(engine, prompt, k: int, out: Path | None = None, progress=None) -> di
     """
     tokens = prompt_tokens(engine, prompt)
     if len(tokens) > engine.max_context:
-        raise InputError(f"prompt: expected at most {engine.max_context} tokens (the context); found {len(tokens)}")
+        raise InputError(
+            f"prompt: expected at most {engine.max_context} tokens (the context); found {len(tokens)}; {remedy(engine, 'shorten it')}"
+        )
     if out is None:
         return {"prompt": tokens, "topk": _run(engine, tokens, k, None, progress)}
     try:

@@ -53,8 +53,8 @@ class Session:
             )
         if here + count > engine.max_context:
             raise CapacityError(
-                f"context: expected at most {engine.max_context} positions, "
-                f"found {here} used and {count} more; load with a larger max_context"
+                f"context: expected at most {engine.max_context} positions, found {here} used and {count} more; "
+                + remedy(engine, "begin a new session")
             )
         return ids
 
@@ -82,7 +82,7 @@ class Session:
         if self.position + len(tokens) > self.engine.max_context:
             raise CapacityError(
                 f"prompt: expected at most {self.engine.max_context - self.position} tokens in a context of "
-                f"{self.engine.max_context}, found {len(tokens)}; shorten it or load with a larger max_context"
+                f"{self.engine.max_context}, found {len(tokens)}; {remedy(self.engine, 'shorten it')}"
             )
         chunk = self.engine.chunk
         for start in range(0, len(tokens), chunk):
@@ -277,6 +277,12 @@ def draft_all(parts: Sequence[tuple[Session, int, Choose]], logits: bool = False
     engine = parts[0][0].engine
     most = max(1, engine.pool.headroom // engine.config.dspark.block_size)  # no more rows than a forward has
     return [block for start in range(0, len(asks), most) for block in engine.draft_blocks(asks[start : start + most])]
+
+
+def remedy(engine: Engine, otherwise: str, larger: str = " or load with a larger max_context") -> str:
+    """The end of a message about too short a context: what to do. A larger one is possible up to the model's limit."""
+    limit = engine.config.max_position_embeddings
+    return otherwise + (larger if engine.max_context < limit else f" (this model has {limit} positions)")
 
 
 def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> list[int]:

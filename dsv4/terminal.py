@@ -18,6 +18,7 @@ from .errors import InputError, StateError
 from .files import replacing
 from .generate import settled, speculator
 from .sampling import SamplingParams
+from .session import remedy
 
 
 class Stopped(Exception):
@@ -142,7 +143,7 @@ class Chat:
         if room < 1:
             raise InputError(
                 f"chat: expected a conversation of at most {self.engine.max_context - 1} tokens, found {len(ids)}; "
-                "/reset it, or start with a larger --max-context"
+                + remedy(self.engine, "/reset it", ", or start with a larger --max-context")
             )
         parser, text = StreamParser(thinking=self.thinking), self.engine.tokenizer.stream()
         reason, count = "length", 0

@@ -16,7 +16,7 @@ class FakeEngine:
     """script: tokens to prefer one after another, from the first generated one on; else pseudo-random logits."""
 
     def __init__(self, directory=None, script=(), max_context=256, vocab=VOCAB, spoil=None):
-        self.config = SimpleNamespace(vocab_size=vocab, bos_token_id=0, eos_token_ids=(1,))
+        self.config = SimpleNamespace(vocab_size=vocab, bos_token_id=0, eos_token_ids=(1,), max_position_embeddings=1024)
         self.tokenizer = Tokenizer.load(directory) if directory else None
         self.max_context, self.chunk = max_context, 8
         self.script, self.spoil = list(script), spoil

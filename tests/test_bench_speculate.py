@@ -44,6 +44,12 @@ def test_records_and_table(capsys):
     assert len(named["confidence"]) == 6 and accepted <= known <= drafted
     assert main(SMALL) == 0
     assert "verify(n) = " in (table := capsys.readouterr().out) and table.count("always") == 4
+    assert "to plain: speed as a multiple" in table and "sigmoid: the share that their confidence promised" in table
+
+
+def test_more_tokens_than_the_model_has_positions(capsys):
+    assert main([*SMALL, "--tokens", "9000"]) == 2
+    assert "; ask for fewer tokens (this model has 8192 positions)\n" in capsys.readouterr().err
 
 
 def test_outcomes_by_confidence():

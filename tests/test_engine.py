@@ -2,6 +2,7 @@
 
 import builtins
 import dataclasses
+import re
 
 import numpy as np
 import psutil
@@ -88,6 +89,18 @@ def test_environment_sets_what_arguments_do_not(monkeypatch):
     monkeypatch.setenv("DSV4_CHUNK", "17")
     monkeypatch.setenv("DSV4_MAX_CONTEXT", "99")
     loaded = Engine.load("nano", threads=1, max_context=77)
+@pytest.mark.parametrize("context, larger", [(64, " or load with a larger max_context"), (None, " (this model has 8192 positions)")])
+def test_a_full_context_is_told_with_what_helps(engine, context, larger):
+    """A larger one is no way out where the model has no more positions."""
+    with engine("nano", max_context=context).session() as session:
+        full = session.engine.max_context
+        with pytest.raises(CapacityError, match=re.escape(f"found {full + 1}; shorten it{larger}") + "$"):
+            session.prefill([3] * (full + 1))
+        session.tokens = [3] * full
+        with pytest.raises(CapacityError, match=re.escape(f"found {full} used and 1 more; begin a new session{larger}") + "$"):
+            session.check([3])
+
+
     assert (loaded.chunk, loaded.max_context) == (17, 77)
     monkeypatch.setenv("DSV4_CHUNK", "many")
     with pytest.raises(ConfigError, match="DSV4_CHUNK"):

@@ -157,8 +157,10 @@ def test_prompt_and_completion_fill_the_context_and_no_more(nano_dir):
 
 @pytest.mark.parametrize("length", [20, 21, 500])
 def test_a_prompt_that_leaves_no_room_is_refused(nano_dir, length):
-    with pytest.raises(InputError, match=f"prompt: expected at most 19 tokens .*; found {length}"):
+    with pytest.raises(InputError, match=f"prompt: expected at most 19 tokens .*; found {length}; shorten it or load with a larger max_context$"):
         stream(FakeEngine(nano_dir, max_context=20), [3] * length, GREEDY)
+    with pytest.raises(InputError, match=r"found 1024; shorten it \(this model has 1024 positions\)$"):
+        stream(FakeEngine(nano_dir, max_context=1024), [3] * 1024, GREEDY)
 
 
 @pytest.mark.parametrize(

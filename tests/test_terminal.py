@@ -132,8 +132,10 @@ def test_a_message_stopped_while_it_is_read_is_taken_back(chat, monkeypatch):
 
 def test_a_conversation_that_does_not_fit_is_refused_and_kept(chat):
     talk = chat(max_context=128)
-    with pytest.raises(InputError, match="chat: expected a conversation of at most 127 tokens, found .*; /reset it"):
+    with pytest.raises(InputError, match="chat: expected a conversation of at most 127 tokens, found .*; /reset it, or start with a larger --max-context$"):
         ask(talk, "word " * 100)
+    with pytest.raises(InputError, match=r"; /reset it \(this model has 8192 positions\)$"):
+        ask(chat(max_context=8192), "word " * 8000)
     assert talk.messages == []
     ask(talk, "Hello")
     talk.params = SamplingParams(max_tokens=1000, temperature=0).seeded()

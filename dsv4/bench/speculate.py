@@ -19,6 +19,7 @@ from ..gate import Bucket
 from ..gate.calibration import known_outcomes
 from ..generate import complete
 from ..sampling import SamplingParams
+from ..session import remedy
 from . import machine
 
 SPECS = ("off", "always", "gate")
@@ -31,7 +32,7 @@ def texts(engine: Engine, tokens: int) -> dict[str, list[int]]:
     if longest + tokens > engine.max_context:
         raise InputError(
             f"context: expected at least {longest + tokens} positions, for a text of {longest} tokens and {tokens} more; found "
-            f"{engine.max_context}; load with a larger max_context or ask for fewer tokens"
+            f"{engine.max_context}; {remedy(engine, 'ask for fewer tokens')}"
         )
     return found
 
