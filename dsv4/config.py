@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, suggest
 from .sizes import parse_size
 
 # key → (accepted values, whether it must be there): keys that select an algorithm
@@ -115,7 +115,7 @@ class ModelConfig:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(f"{path}: not found; expected a checkpoint directory with config.json") from None
+            raise ConfigError.no_checkpoint(path.parent) from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
@@ -478,9 +478,9 @@ class RunConfig:
         """
         settings = {f.name for f in fields(cls)}
         if unknown := sorted(set(overrides) - settings):
-            raise ConfigError(f"run settings: expected {', '.join(sorted(settings))}; found {', '.join(unknown)}")
+            raise ConfigError(f"run settings: unknown argument {unknown[0]}; {suggest(unknown[0], sorted(settings))}")
         if unknown := [name for name in environment("DSV4_") if name not in VARIABLES]:
-            raise ConfigError(f"{unknown[0]}: unknown variable; expected one of {', '.join(VARIABLES)}")
+            raise ConfigError(f"{unknown[0]}: unknown variable; {suggest(unknown[0], VARIABLES)}")
         init_timeout()
         values = {f: parse(name, os.environ[name]) for name, (f, parse) in _ENVIRONMENT.items() if name in os.environ}
         values.update({key: value for key, value in overrides.items() if value is not None})
@@ -494,5 +494,6 @@ class RunConfig:
         if self.max_context is None:
             return min(limit, CONTEXT)
         if self.max_context > limit:
-            raise _expected("run settings", "max_context", f"at most the model's {limit} positions", self.max_context)
+            found = self.max_context
+            raise ConfigError(f"run settings: max_context: expected at most the model's {limit} positions, found {found}")
         return self.max_context

@@ -177,10 +177,21 @@ def test_newer_spelling_that_contradicts_itself(raw, change, message):
         ModelConfig.from_dict(files.config)
 
 
-@pytest.mark.parametrize("content, message", [(None, "not found"), ("{", "not JSON"), ("[]", "JSON object")])
+@pytest.mark.parametrize("name, message", [
+    ("none", "not found; expected a checkpoint directory, or nano, the embedded model"),
+    ("file", "is a file; expected a checkpoint directory"), ("file/below", "not found; expected a checkpoint directory"),
+    ("empty", "holds no config.json; expected a checkpoint directory"),
+])  # fmt: skip
+def test_no_checkpoint(tmp_path, name, message):
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=f"/{name}: {message}"):
+        ModelConfig.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("content, message", [("{", "not JSON"), ("[]", "JSON object")])
 def test_unreadable_file(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=f"config.json: .*{message}"):
         ModelConfig.load(tmp_path)
 
@@ -262,10 +273,19 @@ def test_every_variable_is_known_and_an_unknown_one_is_refused_with_their_names(
     for name in VARIABLES:
         clean.setenv(name, "cpu" if name == "DSV4_BACKEND" else "1")
     RunConfig.from_env()
-    clean.setenv("DSV4_TREADS", "1")
+    clean.setenv("DSV4_MODEL", "nano")
     with pytest.raises(ConfigError) as error:
         RunConfig.from_env()
-    assert all(name in str(error.value) for name in ("DSV4_TREADS", *VARIABLES))
+    assert all(name in str(error.value) for name in ("DSV4_MODEL", *VARIABLES))
+
+
+@pytest.mark.parametrize("name, meant", [
+    ("DSV4_TREADS", "DSV4_THREADS"), ("DSV4_CONTEXT", "DSV4_MAX_CONTEXT"), ("DSV4_API_KEYS", "DSV4_API_KEY"),
+])  # fmt: skip
+def test_a_misspelt_variable_is_told_the_right_one_alone(clean, name, meant):
+    clean.setenv(name, "1")
+    with pytest.raises(ConfigError, match=rf"^{name}: unknown variable; did you mean {meant}\?$"):
+        RunConfig.from_env()
 
 
 @pytest.mark.parametrize("settings", [{"threads": 0}, {"chunk": 1.5}, {"max_context": -1}, {"max_sessions": True}])
@@ -275,7 +295,7 @@ def test_wrong_settings(clean, settings):
 
 
 def test_unknown_setting(clean):
-    with pytest.raises(ConfigError, match="expected backend, .*, threads; found speed$"):
+    with pytest.raises(ConfigError, match="unknown argument speed; expected one of backend, .*, threads$"):
         RunConfig.from_env(speed=1, threads=2)
 
 

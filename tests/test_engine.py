@@ -75,8 +75,12 @@ def test_settings_that_cannot_be(monkeypatch):
         Engine.load("nano", backend="gpu")
     with pytest.raises(ConfigError, match="at most the model's 8192"):
         Engine.load("nano", max_context=8193)
-    with pytest.raises(ConfigError, match="found colour"):
+    with pytest.raises(ConfigError, match="run settings: unknown argument colour; expected one of backend, .*, threads$"):
         Engine.load("nano", colour=1)
+    with pytest.raises(ConfigError, match=r"unknown argument thread; did you mean threads\?$"):
+        Engine.load("nano", thread=1)
+    with pytest.raises(ConfigError, match=r"gate settings: unknown argument margins; did you mean margin\?$"):
+        Engine.load("nano", gate={"margins": 1})
     for name in ("threads", "max_context", "max_sessions", "chunk"):
         with pytest.raises(ConfigError, match=f"{name}.*expected an integer >= 1"):
             Engine.load("nano", **{name: 0})
@@ -85,10 +89,6 @@ def test_settings_that_cannot_be(monkeypatch):
         Engine.load("nano")
 
 
-def test_environment_sets_what_arguments_do_not(monkeypatch):
-    monkeypatch.setenv("DSV4_CHUNK", "17")
-    monkeypatch.setenv("DSV4_MAX_CONTEXT", "99")
-    loaded = Engine.load("nano", threads=1, max_context=77)
 @pytest.mark.parametrize("context, larger", [(64, " or load with a larger max_context"), (None, " (this model has 8192 positions)")])
 def test_a_full_context_is_told_with_what_helps(engine, context, larger):
     """A larger one is no way out where the model has no more positions."""
@@ -101,6 +101,10 @@ def test_a_full_context_is_told_with_what_helps(engine, context, larger):
             session.check([3])
 
 
+def test_environment_sets_what_arguments_do_not(monkeypatch):
+    monkeypatch.setenv("DSV4_CHUNK", "17")
+    monkeypatch.setenv("DSV4_MAX_CONTEXT", "99")
+    loaded = Engine.load("nano", threads=1, max_context=77)
     assert (loaded.chunk, loaded.max_context) == (17, 77)
     monkeypatch.setenv("DSV4_CHUNK", "many")
     with pytest.raises(ConfigError, match="DSV4_CHUNK"):

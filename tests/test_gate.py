@@ -397,7 +397,7 @@ def test_settings_that_do_not_parse(clean, variable, text):
 def test_settings_as_arguments(clean):
     with pytest.raises(ConfigError, match="^decay: expected a number > 0 and <= 1; found 2$"):
         GateSettings(decay=2)
-    with pytest.raises(ConfigError, match="found 'speed'"):
+    with pytest.raises(ConfigError, match="gate settings: unknown argument speed; expected one of on, .*, plain_ms$"):
         GateSettings.from_env(speed=1)
     with pytest.raises(ConfigError, match="patience"):
         Calibrated(BLOCK, patience=0)

@@ -233,6 +233,10 @@ def test_command_replay(monkeypatch):
     assert table.splitlines()[-1].split() == ["plain", "3.30", "tok/s"]
     with pytest.raises(ConfigError, match="gate rule"):
         run("replay", FILE, "--rule", "best")
+    with monkeypatch.context() as misspelt:
+        misspelt.setenv("DEEPSEEK_DSPARK_GATE_DECAI", "1")
+        with pytest.raises(ConfigError, match=r"^DEEPSEEK_DSPARK_GATE_DECAI: .*did you mean DEEPSEEK_DSPARK_GATE_DECAY\?$"):
+            GateSettings.from_env()
     monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_DECAY", "x")
     with pytest.raises(ConfigError, match="^DEEPSEEK_DSPARK_GATE_DECAY: "):
         run("replay", FILE)

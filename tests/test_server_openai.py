@@ -180,6 +180,10 @@ def test_refusals_reach_the_client_as_its_exceptions(client):
     with pytest.raises(openai.BadRequestError, match="'no_such': unknown field") as refused:
         create(model="nano", messages=STORY, extra_body={"no_such": 1})
     assert refused.value.param == "no_such" and refused.value.code == "unknown_field"
+    with pytest.raises(openai.BadRequestError, match=r"'max_token': unknown field; did you mean 'max_tokens'\?"):
+        create(model="nano", messages=STORY, extra_body={"max_token": 9})
+    with pytest.raises(openai.BadRequestError, match=r"'stream_options.include_usages': .*mean 'stream_options.include_usage'\?"):
+        create(model="nano", messages=STORY, stream=True, stream_options={"include_usages": True})
     with pytest.raises(openai.NotFoundError, match="model: expected nano; found 'gpt-4o'"):
         create(model="gpt-4o", messages=STORY)
     with pytest.raises(openai.BadRequestError, match="prompt: expected at most 2047 tokens"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..config import environment
-from ..errors import ConfigError
+from ..errors import ConfigError, suggest
 
 PREFIX = "DEEPSEEK_DSPARK_GATE"
 LEAST_MS, MOST_MS = 1e-6, 1e12  # of a cost: sums and ratios of such numbers are numbers
@@ -41,13 +41,12 @@ class GateSettings:
         values: dict[str, Any] = {}
         for variable, text in environment(PREFIX).items():
             if variable not in known:
-                raise ConfigError(f"{variable}: unknown variable; expected one of {', '.join(known)}")
+                raise ConfigError(f"{variable}: unknown variable; {suggest(variable, known)}")
             name = known[variable].name
             values[name] = _parse(variable, name, text)
-        unknown = sorted(set(overrides) - {f.name for f in known.values()})
-        if unknown:
-            names = ", ".join(f.name for f in known.values())
-            raise ConfigError(f"gate settings: expected one of {names}; found {unknown[0]!r}")
+        names = [f.name for f in known.values()]
+        if unknown := sorted(set(overrides) - set(names)):
+            raise ConfigError(f"gate settings: unknown argument {unknown[0]}; {suggest(unknown[0], names)}")
         values.update({name: value for name, value in overrides.items() if value is not None})
         return cls(**values)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..errors import close_to
 from .faults import Fault, wrong
 
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, in words; whether a value is that
@@ -42,12 +43,14 @@ class Fields:
         if not isinstance(value, dict):
             raise wrong(where or "body", "a JSON object", value)
         self._left, self.where = dict(value), where
+        self._known: list[str] = []  # what was asked for so far
 
     def path(self, name: str) -> str:
         return f"{self.where}.{name}" if self.where else name
 
     def take(self, name: str, check: Check, default: Any = None) -> Any:
         """The field's value, or `default`. Raises Fault 400 for a value that is not what is expected."""
+        self._known.append(name)
         value = self._left.pop(name, None)
         if value is None:
             return default
@@ -64,6 +67,7 @@ class Fields:
 
     def neutral(self, settings: dict[str, tuple[Any, ...]]) -> None:
         """Fields of OpenAI's that have no effect here: accepted where they ask for none, refused otherwise."""
+        self._known += settings
         for name, values in settings.items():
             expected, holds = one_of(*values)
             value = self._left.pop(name, None)
@@ -78,7 +82,9 @@ class Fields:
 
     def finish(self) -> None:
         for name in self._left:
-            raise Fault(400, f"{self.path(name)!r}: unknown field", self.path(name), "unknown_field")
+            close = close_to(name, self._known)
+            hint = f"; did you mean {self.path(close)!r}?" if close else ""
+            raise Fault(400, f"{self.path(name)!r}: unknown field{hint}", self.path(name), "unknown_field")
 
 
 def read_json(body: bytes) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import select
 import signal
 import socket
@@ -37,6 +38,8 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a name that no host has
         if listener is not None:
             listener.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} of {host} is in use; choose another with --port") from error
         raise ConfigError(f"{host}:{port}: expected an address to listen on; {error}") from error
 
 
