@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: sets everything up (wheels only; needs a driver, no CUDA toolkit), runs the CUDA kernels' tests on
-# the device, and measures it. The exit status is 0 if all tests passed; 2 where there is no GPU.
+# the device, and measures it. The exit status is 0 if all tests passed; 2 where there is no GPU or the set-up failed.
 #
 #   launch/gpu_check.sh [options of `python -m dsv4 bench cuda`]
 #

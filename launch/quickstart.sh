@@ -4,5 +4,6 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 setup
+[ $# -gt 0 ] || say 'the embedded model goes on from "Once upon a time":'
 "$python" -m dsv4 generate --model nano --prompt "Once upon a time" --max-tokens 40 --temperature 0 "$@"
 say "next: $venv/bin/python -m dsv4 chat, or ./launch/serve.sh 1 and http://127.0.0.1:8000"

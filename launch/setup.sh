@@ -13,7 +13,7 @@ venv=${VENV:-$root/.venv}
 packages="python3 python3-venv python3-dev build-essential"
 
 say() { echo "dsv4: $*" >&2; }
-fail() { say "error: $*"; exit 1; }
+fail() { say "error: $*"; exit 2; }
 
 check_ranks() {
   [[ $1 =~ ^[1248]$ ]] || fail "expected the number of ranks first (1, 2, 4 or 8), found '$1'; see the head of $0"

@@ -56,7 +56,7 @@ def expected_files() -> set[str]:
 def test_launch_scripts_start_a_number_of_ranks_that_can_be(script, ranks, tmp_path):
     """Before anything is installed or started."""
     status, text = run("bash", ROOT / "launch" / script, ranks, cwd=tmp_path, VENV=str(tmp_path / "none"), MPIRUN="false")
-    assert status == 1 and f"expected the number of ranks first (1, 2, 4 or 8), found '{ranks}'" in text
+    assert status == 2 and f"expected the number of ranks first (1, 2, 4 or 8), found '{ranks}'" in text
     assert not (tmp_path / "none").exists()
 
 
