@@ -9,6 +9,7 @@ import click
 
 from .cli_support import say
 from .config import CONTEXT, RunConfig
+from .errors import ConfigError
 
 MOST = 1e9  # GiB, GB/s: beyond any machine, and far from where sums overflow
 
@@ -33,7 +34,7 @@ def _numbers(*options: tuple[str, float, str]):
 
 
 @click.command()
-@click.option("--gpus", default="0", show_default=True, metavar="COUNTxGIB", help="GPUs and the memory of each: 4x22; 0: none.")
+@click.option("--gpus", default="0", show_default=True, metavar="COUNTxGIB", help="1, 2, 4 or 8 GPUs and the memory of each: 4x22; 0: none.")
 @click.option("--pcie", type=int, default=4, show_default=True, metavar="GENERATION", help="PCIe generation of the GPUs, 3 to 6.")
 @click.option("--lanes", type=int, default=16, show_default=True, help="PCIe lanes to each GPU.")
 @_numbers(
@@ -46,7 +47,10 @@ def _numbers(*options: tuple[str, float, str]):
     "--context", type=click.IntRange(min=1), metavar="N",
     help=f"Positions of a session. Default: as many as the model can, up to {CONTEXT}.",
 )  # fmt: skip
-@click.option("--sessions", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Sessions open at once.")
+@click.option(
+    "--sessions", type=click.IntRange(1, 1 << 20), default=1, show_default=True,
+    help="Sessions open at once: room for their state. Speed is always that of one that runs alone.",
+)  # fmt: skip
 @click.option(
     "--acceptance", type=float, default=0.75, show_default=True,
     help="Chance that a drafted token is accepted if those before it were.",
@@ -65,10 +69,11 @@ def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers
 
     \b
     Examples:
-      python -m dsv4 plan --gpus 4x22 --ram 256 --pcie 3 --bandwidth 100
+      python -m dsv4 plan --gpus 4x22 --gpu-bandwidth 616 --pcie 3 --ram 256 --bandwidth 100
       python -m dsv4 plan --ram 192 --bandwidth 60 --context 100000 --json
     """
     from .planner import Machine, Sizes, parse_gpus, predict, render
+    from .split import counts
     from .synth import Recipe, read_config
 
     RunConfig.from_env()  # a misspelt setting is an error here too
@@ -77,6 +82,10 @@ def plan(gpus, model, experts, context, sessions, acceptance, as_json, **numbers
     count, memory = parse_gpus(gpus)
     machine = Machine(count, memory, **numbers)
     recipe = Recipe.of(read_config(model), experts=experts)
+    if count and count not in (fit := counts(recipe.config)):
+        *fewer, most = map(str, fit)
+        some = f"{', '.join(fewer)} or {most}" if fewer else most
+        raise ConfigError(f"--gpus: expected {some} GPUs, over which this model can be divided; found {count}")
     context = RunConfig(max_context=context).context(recipe.config)
     sizes = Sizes.of(recipe.config, recipe.stages, max(1, count))
     found = predict(machine, sizes, context=context, sessions=sessions, acceptance=acceptance)

@@ -34,9 +34,8 @@ class Split:
         """Raises ConfigError for a number of ranks over which nothing of the model can be divided."""
         attention, experts = divided(config, size)
         if size > 1 and attention == experts == 1:
-            counts = [str(n) for n in COUNTS if n == 1 or max(divided(config, n)) == n]
             raise ConfigError(
-                f"ranks: expected one of {', '.join(counts)}; found {size}: the attention of this model is a sum of "
+                f"ranks: expected one of {', '.join(map(str, counts(config)))}; found {size}: the attention of this model is a sum of "
                 f"{config.attention_slices} slices and its experts of {config.moe_slices}"
             )
         return cls(
@@ -68,6 +67,11 @@ class Split:
 def parts_by_shard(attention: int, experts: int, size: int) -> dict[str, int]:
     """Split.parts of every shard, where attention and experts are cut over so many of `size` ranks."""
     return {"heads": attention, "o_groups": attention, "moe_inter": experts, "vocab": size, "replicated": 1}
+
+
+def counts(config: ModelConfig) -> list[int]:
+    """The numbers of ranks that can run this model."""
+    return [n for n in COUNTS if n == 1 or max(divided(config, n)) == n]
 
 
 def divided(config: ModelConfig, size: int) -> tuple[int, int]:

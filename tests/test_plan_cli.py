@@ -1,6 +1,7 @@
 """python -m dsv4 plan: bytes that are the model's, times that are bytes over bandwidth, and one line for what is wrong."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from dsv4.planner import Machine, Sizes, parse_gpus, predict, render
 from dsv4.planner.machine import GIB, HOST_RESERVE, HOST_SHARE, LAYER_MS, PCIE_SHARE
 from dsv4.synth import PUBLISHED, STAGES
 
+README = Path(__file__).resolve().parent.parent / "README.md"
+DOC = README.parent / "docs" / "hardware.md"
 FOUR = Machine(4, 22, pcie=3)
 
 
@@ -125,6 +128,8 @@ def test_changes_are_what_the_planner_says_of_them(sizes):
     found = {one["change"]: one["tok_s"] for one in predict(FOUR, sizes[4])["changes"]}
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert found["PCIe 4"] == predict(replace(FOUR, pcie=4), sizes[4])["speculation"]["tok_s"]
+    plain = {one["change"]: one["plain_tok_s"] for one in predict(FOUR, sizes[4])["changes"]}
+    assert plain["GPUs of 44 GiB"] == predict(replace(FOUR, gpu_memory=44), sizes[4])["plain"]["tok_s"] < found["GPUs of 44 GiB"]
     assert found["8 such GPUs"] == predict(replace(FOUR, gpus=8), sizes[8])["speculation"]["tok_s"]
 
 
@@ -137,8 +142,12 @@ def test_what_would_fit_does_fit(sizes):
         predict(Machine(4, 10), sizes[4], context=fits + 256)
     with pytest.raises(CapacityError, match="found 4 GiB; more or larger GPUs would do, or --gpus 0"):
         predict(Machine(4, 4), sizes[4])
-    with pytest.raises(CapacityError, match="plan: host memory: .* found 16 GiB; more would do"):
+    with pytest.raises(CapacityError, match="plan: host memory: .* found 16 GiB; .* (.*) GiB hold all of them$") as caught:
         predict(Machine(ram=16), sizes[1])
+    least, all_of_them = (float(words) for words in re.search(r"at least (.*?) GiB .* (\S+) GiB hold", str(caught.value)).groups())
+    assert predict(Machine(ram=least), sizes[1])["memory"]["experts"]["on_disk"] < 1
+    assert predict(Machine(ram=all_of_them), sizes[1])["memory"]["experts"]["on_disk"] == 0
+    assert predict(Machine(ram=all_of_them - 0.1), sizes[1])["memory"]["experts"]["on_disk"] > 0
 
 
 # ---------------------------------------------------------------------- the command
@@ -149,14 +158,16 @@ def run(capsys, *options):
 
 
 def test_the_command_of_the_page(capsys):
-    options = ("--gpus", "4x22", "--ram", "256", "--pcie", "3", "--bandwidth", "100")
+    (command,) = set(re.findall("python -m dsv4 plan (--gpus .*?)(?:  .*)?\n", DOC.read_text("utf-8") + README.read_text("utf-8")))
+    assert f"| `{command}` |" in DOC.read_text("utf-8")
+    options = command.split()
     status, text, _ = run(capsys, *options)
     assert status == 0
     for words in ("A prediction", "4 GPU(s) of 22 GiB", "Plain decoding: ", "What bounds it: experts on their way over PCIe", "PCIe 4"):
         assert words in text
     status, text, _ = run(capsys, *options, "--json")
     found = json.loads(text)
-    assert status == 0 and found["machine"]["gpus"] == 4 and found == predict(FOUR, Sizes.of(PUBLISHED, STAGES, 4))
+    assert status == 0 and found["machine"]["gpus"] == 4 and found == predict(replace(FOUR, gpu_bandwidth=616), Sizes.of(PUBLISHED, STAGES, 4))
 
 
 def test_other_models(capsys):
@@ -164,6 +175,7 @@ def test_other_models(capsys):
     status, text, _ = run(capsys, "--model", "nano", "--context", "4096", "--json")
     assert status == 0 and json.loads(text)["model"]["bytes"] < 10e6
     assert run(capsys, "--model", "nano", "--context", "4096")[0] == 0
+    assert run(capsys, "--model", "nano", "--gpus", "2x22")[0] == 0  # four, a change to try, cannot run it
     assert json.loads(run(capsys, "--experts", "160", "--json")[1])["model"]["bytes"] == 107_803_320_952
 
 
@@ -171,7 +183,8 @@ def test_other_models(capsys):
     (["--gpus", "4*22"], "--gpus: expected COUNTxGIB, such as 4x22, or 0 for none; found '4*22'"),
     (["--gpus", "0x22"], "--gpus: expected COUNTxGIB"),
     (["--gpus", "4x0"], "--gpus: expected COUNTxGIB"),
-    (["--gpus", "3x22"], "ranks: expected one of 1, 2, 4, 8; found 3"),
+    (["--gpus", "3x22"], "--gpus: expected 1, 2, 4 or 8 GPUs, over which this model can be divided; found 3"),
+    (["--gpus", "4x22", "--model", "nano"], "--gpus: expected 1 or 2 GPUs, over which this model can be divided; found 4"),
     (["--pcie", "9"], "plan: pcie: expected a generation, 3, 4, 5, 6; found 9"),
     (["--lanes", "3"], "plan: lanes: expected 1, 2, 4, 8 or 16; found 3"),
     (["--ram", "-1"], "expected a number above 0; found -1.0"),
@@ -206,12 +219,15 @@ def test_text_says_what_json_says(sizes):
     text = render(found)
     assert f"{found['plain']['tok_s']:.1f} tok/s" in text and f"{found['speculation']['tok_s']:.1f} tok/s" in text
     assert "100% on the GPUs" in text and "launches and exchanges" in text
+    assert "tok/s, plain and with speculation where it pays:" in text and "alone" not in text
+    for one in found["changes"]:
+        assert re.search(rf"{re.escape(one['change'])} +{one['plain_tok_s']:.1f} +{one['tok_s']:.1f}$", text, re.MULTILINE)
+    assert "of one session that runs alone" in render(predict(FOUR, sizes[4], sessions=16))
     alone = {**found, "changes": [], "speculation": None}
     assert "No single change" in render(alone) and "Speculation" not in render(alone)
 
 
 # ---------------------------------------------------------------------- docs/hardware.md
-DOC = Path(__file__).resolve().parent.parent / "docs" / "hardware.md"
 SHORT = {"host_memory": "host memory", "pcie": "PCIe", "layers": "launches"}
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")]
         for line in DOC.read_text("utf-8").splitlines() if line.startswith("|") and "`--" in line]  # fmt: skip
@@ -242,3 +258,24 @@ def test_the_page_states_the_models_bytes(sizes):
     assert f"has {s.total / 1e9:.1f} GB of weights" in text and read in text
     assert f"{43 * 6 * s.expert / 1e9:.1f} GB of the {s.total_experts / 1e9:.0f} GB" in text
     assert len(ROWS) >= 15
+
+
+def test_the_page_states_what_holds_all_experts():
+    """The least whole or half GiB that does, with and without GPUs."""
+    text = " ".join(DOC.read_text("utf-8").split())
+
+    def least(words, place, **machine):
+        """The figure after these words is the least of which nothing is elsewhere than in these places."""
+        found, name = float(re.search(re.escape(words) + r" ([\d.]+)", text)[1]), "ram" if "ram" in machine else "gpu_memory"
+        step = 1 if found % 1 == 0 and name == "ram" else 0.5
+        for size, holds in ((found, True), (found - step, False)):
+            made = Machine(**{**machine, name: size})
+            experts = predict(made, Sizes.of(PUBLISHED, STAGES, max(1, made.gpus)))["memory"]["experts"]
+            assert (sum(experts[one] for one in place) > 1 - 1e-9) is holds, (words, size)
+
+    for gpus, words in ((1, "takes one card of"), (2, "157.5 GiB, two of"), (4, "81, four of"), (8, "43 or eight of")):
+        least(words, ["on_gpu"], gpus=gpus)
+    both = ["on_gpu", "in_memory"]
+    least("without a GPU that takes", both, ram=0)
+    least("one card of 24 GiB", both, ram=0, gpus=1, gpu_memory=24)
+    least("four of 22 GiB", both, ram=0, gpus=4, gpu_memory=22)

@@ -11,12 +11,14 @@ before it were, in draft + forward(1 + n). The best n is taken; n = 0 is plain d
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import replace
 from typing import Any
 
 from ..config import CONTEXT, RunConfig
 from ..errors import CapacityError
+from ..split import counts
 from . import machine as facts
 from .machine import GIB, PCIE, Machine
 from .sizes import Sizes
@@ -61,7 +63,8 @@ def _memory(machine: Machine, sizes: Sizes, context: int, sessions: int) -> dict
     if not machine.gpus:
         free = machine.ram * GIB - facts.HOST_RESERVE - sum(fixed.values())
         if free < 0:
-            raise _does_not_fit("host memory", machine.ram, machine.ram * GIB - free, sizes, context, sessions, free)
+            more = f"with no more, experts come from the disk; {_tenths(machine.ram * GIB - free + everything)} GiB hold all of them"
+            raise _does_not_fit("host memory", machine.ram, free, sizes, context, sessions, more)
         held = min(free, everything)
         return {
             "gpu": None,
@@ -73,8 +76,9 @@ def _memory(machine: Machine, sizes: Sizes, context: int, sessions: int) -> dict
     free = machine.gpu_memory * GIB - sum(fixed.values())
     if free < 0:
         raise _does_not_fit(
-            "memory of a GPU", machine.gpu_memory, machine.gpu_memory * GIB - free, sizes, context, sessions, free
-        )
+            "memory of a GPU", machine.gpu_memory, free, sizes, context, sessions,
+            "more or larger GPUs would do, or --gpus 0, which computes on the processor",
+        )  # fmt: skip
     cached = min(free, everything) / everything
     missing = (1 - cached) * sizes.total_experts
     room = max(0.0, machine.ram * GIB - facts.HOST_RESERVE)
@@ -87,18 +91,23 @@ def _memory(machine: Machine, sizes: Sizes, context: int, sessions: int) -> dict
     }
 
 
+def _tenths(size: float) -> str:
+    """Gibibytes, rounded up: what fits."""
+    return f"{math.ceil(10 * size / GIB) / 10:.1f}"
+
+
 def _does_not_fit(
-    where: str, has: float, needs: float, sizes: Sizes, context: int, sessions: int, free: float
+    where: str, has: float, free: float, sizes: Sizes, context: int, sessions: int, more: str
 ) -> CapacityError:
+    """free: bytes left, below 0. more: what helps where a shorter context does not."""
+
     def kept(length: int) -> int:
         return sizes.state(length, sessions, CHUNK).state + (sizes.step(length, CHUNK) if "GPU" in where else 0)
 
     fits = bisect_right(range(1, context), kept(context) + free, key=kept)
-    hint = f"a --context of {fits} would fit" if fits else "more or larger GPUs would do" if "GPU" in where else "more would do"
-    if not fits and "GPU" in where:
-        hint += ", or --gpus 0, which computes on the processor"
+    hint = f"a --context of {fits} would fit" if fits else more
     return CapacityError(
-        f"plan: {where}: expected at least {needs / GIB:.1f} GiB for what is always there, found {has:g} GiB; {hint}"
+        f"plan: {where}: expected at least {_tenths(has * GIB - free)} GiB for what is always there, found {has:g} GiB; {hint}"
     )
 
 
@@ -166,21 +175,25 @@ def best(speed: dict[str, Any]) -> float:
 def _changes(
     machine: Machine, sizes: Sizes, context: int, sessions: int, acceptance: float, speed: dict
 ) -> list[dict[str, Any]]:
-    """One change of the machine at a time: those that make it faster by a twentieth or more, the best first."""
+    """One change of the machine at a time: those that make it faster by a twentieth or more, the best first.
+
+    plain_tok_s is without speculation, tok_s with it where it pays.
+    """
     found = []
-    for name, other in _variants(machine):
+    for name, other in _variants(machine, counts(sizes.config)):
         try:
             theirs = Sizes.of(sizes.config, sizes.stages, max(1, other.gpus)) if other.gpus != machine.gpus else sizes
             memory = _memory(other, theirs, context, sessions)
         except CapacityError:
             continue
-        rate = best(_speed(other, theirs, memory, context, acceptance))
-        if rate >= 1.05 * best(speed):
-            found.append({"change": name, "tok_s": rate})
+        changed = _speed(other, theirs, memory, context, acceptance)
+        if best(changed) >= 1.05 * best(speed):
+            found.append({"change": name, "plain_tok_s": changed["plain"]["tok_s"], "tok_s": best(changed)})
     return sorted(found, key=lambda one: -one["tok_s"])
 
 
-def _variants(machine: Machine) -> list[tuple[str, Machine]]:
+def _variants(machine: Machine, counts: list[int]) -> list[tuple[str, Machine]]:
+    """counts: of GPUs, over which the model can be divided."""
     found = [
         (f"host memory of {2 * machine.bandwidth:g} GB/s", replace(machine, bandwidth=2 * machine.bandwidth)),
         (f"{2 * machine.ram:g} GiB of host memory", replace(machine, ram=2 * machine.ram)),
@@ -196,6 +209,6 @@ def _variants(machine: Machine) -> list[tuple[str, Machine]]:
     found.append((f"GPUs of {2 * machine.gpu_memory:g} GiB", replace(machine, gpu_memory=2 * machine.gpu_memory)))
     faster = replace(machine, gpu_bandwidth=2 * machine.gpu_bandwidth)
     found.append((f"GPUs whose memory reads {2 * machine.gpu_bandwidth:g} GB/s", faster))
-    if machine.gpus < 8:
+    if 2 * machine.gpus in counts:
         found.append((f"{2 * machine.gpus} such GPUs", replace(machine, gpus=2 * machine.gpus)))
     return found

@@ -55,6 +55,8 @@ def _time(plan: dict[str, Any]) -> list[str]:
             + (f"{speculation['length']} verified a round" if speculation["length"] else "drafting does not pay")
         )
         lines.append(f"  draft {speculation['draft_ms']:.1f} ms; verify by drafted tokens, 1 on: {verify} ms")
+    if plan["model"]["sessions"] > 1:
+        lines.append("The speeds are of one session that runs alone; what several get together is not predicted.")
     return lines
 
 
@@ -62,5 +64,9 @@ def _bound(plan: dict[str, Any]) -> list[str]:
     lines = [f"What bounds it: {NAMES[plan['bound']]}"]
     if not plan["changes"]:
         return [*lines, "No single change of the machine gives a twentieth more."]
-    lines.append("What would change it, one thing at a time:")
-    return lines + [f"  {one['change']:<42}{one['tok_s']:6.1f} tok/s" for one in plan["changes"]]
+    speculation = plan["speculation"]
+    lines.append("What would change it, one thing at a time; tok/s" + (", plain and with speculation where it pays:" if speculation else ":"))
+    for one in plan["changes"]:
+        both = f" {one['tok_s']:8.1f}" if speculation else ""
+        lines.append(f"  {one['change']:<42}{one['plain_tok_s']:8.1f}{both}")
+    return lines
