@@ -31,7 +31,7 @@ def chat(model, system, load, think, effort, max_tokens, spec, settings, **sampl
 
     \b
     Examples:
-      python -m dsv4 chat --temperature 0
+      python -m dsv4 chat --seed 3
       python -m dsv4 chat --model DIR --think --effort high
       printf 'Hello\\n/save talk.json\\n' | python -m dsv4 chat --seed 1
     """

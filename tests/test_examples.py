@@ -48,6 +48,14 @@ def test_files_that_a_page_names_are_there(page):
     assert not [path for path in links + named if not path.exists()]
 
 
+def test_the_first_chat_ends_by_itself():
+    (options, said) = re.search(r"python -m dsv4 chat(.*?)`, and ask for `(.*?)`", PAGES[0].read_text("utf-8")).groups()
+    line = [sys.executable, "-m", "dsv4", "chat", *options.split()]
+    done = subprocess.run(line, input=said + "\n", capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and len(done.stdout) > 100, done.stderr
+    assert " tokens · " in done.stderr and "· length" not in done.stderr
+
+
 def test_the_readme_program_runs(tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", PAGES[0].read_text("utf-8"), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
