@@ -82,6 +82,14 @@ def speculate(model, tokens, repeats, picture, as_json, settings):
     Plain, always the whole block, and gated, in turn on the same engine; then how well the confidence predicts acceptance.
 
     \b
+    to plain    speed as a multiple of plain decoding's on the same text
+    accepted    share of the drafted tokens that became part of the text
+    skipped     rounds that verified no drafted token, or drafted none
+    confidence  how sure the draft was of a token, as a logit
+    n, matched  tokens whose outcome is known; the share that were right
+    sigmoid     the share that their confidence promised: best if near matched
+
+    \b
     Example:
       python -m dsv4 bench speculate --model nano
     """

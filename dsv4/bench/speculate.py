@@ -139,12 +139,14 @@ def render(records: list[dict]) -> None:
     verify = "  ".join(f"{r['n']}: {r['ms']:.2f}" for r in named["verify"])
     out.print(f"ms: plain {about['ms']:.2f}, draft {named['draft'][0]['ms']:.2f}, verify by drafted tokens {verify}")
     out.print(f"verify(n) = {fit['verify_base_ms']:.2f} + {fit['verify_slope_ms']:.2f} n ms")
+    out.print("to plain: speed as a multiple of plain decoding's; skipped: rounds that verified no draft")
     table = Table("text", "mode", "tok/s", "to plain", "accepted", "rounds", "skipped")
     for r in named["text"]:
         rate = f"{r['accept_rate']:.0%}" if r["drafted"] else "-"
         row = (f"{r['tokens_per_s']:,.0f}", f"{r['ratio_to_plain']:.2f}", rate, r["rounds"], r["skipped_rounds"])
         table.add_row(r["kind"], r["mode"], *map(str, row))
     out.print(table)
+    out.print("matched: share of the n drafted tokens that were right; sigmoid: the share that their confidence promised")
     table = Table("confidence", "n", "matched", "sigmoid")
     for r in named["confidence"]:
         span = f"{'' if r['from'] is None else r['from']} .. {'' if r['to'] is None else r['to']}"
