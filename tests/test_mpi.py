@@ -132,7 +132,7 @@ def test_ranks_that_disagree(checkpoint_dir, tmp_path):
 
 
 def test_a_mistake_of_all_ranks_is_told_once(checkpoint_dir):
-    refused(mpirun((2, *generate("/no/such/model"))), "/no/such/model/config.json: not found")
+    refused(mpirun((2, *generate("/no/such/model"))), "/no/such/model: not found")
     refused(mpirun((2, "-m", "dsv4", "generate", "--model", checkpoint_dir("tiny-tp"), "--tokens", "99999")),
             "expected ids within 0..511, found 99999")  # fmt: skip
     for name in ("DSV4_INIT_TIMEOUT", "DSV4_THREADS"):
@@ -141,7 +141,7 @@ def test_a_mistake_of_all_ranks_is_told_once(checkpoint_dir):
 
 def test_a_mistake_of_one_rank_is_told(checkpoint_dir):
     run = mpirun((1, *generate(checkpoint_dir("tiny-tp"))), (1, *generate("/no/such/model")))
-    refused(run, "rank 1: /no/such/model/config.json: not found")
+    refused(run, "rank 1: /no/such/model: not found")
 
 
 def test_a_follower_tells_what_rank_0_did_not_find(checkpoint_dir):
