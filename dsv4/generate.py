@@ -95,11 +95,15 @@ class StopMatcher:
 def prompt_tokens(engine, prompt: str | Sequence[int]) -> list[int]:
     """The prompt as token ids, checked: text gets the begin token in front, ids are taken as they are.
 
-    Raises InputError for text without a tokenizer, an empty prompt, and ids outside the vocabulary.
+    Raises InputError for text without a tokenizer, an empty prompt, text that cannot fit the context however it is cut, and
+    ids outside the vocabulary.
     """
     if isinstance(prompt, str):
         if engine.tokenizer is None:
             raise InputError("prompt: the checkpoint has no tokenizer.json; expected token ids, found text")
+        least = engine.tokenizer.fewest(prompt)
+        if least >= engine.max_context:
+            raise _too_long(engine, f"at least {least}")
         tokens = engine.tokenizer.encode_prompt(prompt)
     else:
         tokens = list(prompt)
@@ -109,15 +113,19 @@ def prompt_tokens(engine, prompt: str | Sequence[int]) -> list[int]:
     return tokens
 
 
+def _too_long(engine, found: str) -> InputError:
+    return InputError(
+        f"prompt: expected at most {engine.max_context - 1} tokens (a context of {engine.max_context}, one of them "
+        f"to be generated); found {found}; {remedy(engine, 'shorten it')}"
+    )
+
+
 def checked(engine, prompt: str | Sequence[int], params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
     """A request as tokens and parameters with a seed. Raises InputError where this engine cannot serve it."""
     tokens = prompt_tokens(engine, prompt)
     params = (params or SamplingParams()).seeded()
     if len(tokens) >= engine.max_context:
-        raise InputError(
-            f"prompt: expected at most {engine.max_context - 1} tokens (a context of {engine.max_context}, one of them "
-            f"to be generated); found {len(tokens)}; {remedy(engine, 'shorten it')}"
-        )
+        raise _too_long(engine, str(len(tokens)))
     vocab = engine.config.vocab_size
     if params.stop and engine.tokenizer is None:
         raise InputError("stop: the checkpoint has no tokenizer.json, so there is no text to stop at; use stop ids")

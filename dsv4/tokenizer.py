@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 from .errors import CheckpointError, ConfigError, InputError
@@ -112,6 +113,16 @@ class Tokenizer:
             ) from error
         library = self._markup if special else self._plain
         return library.encode_batch_fast([text], add_special_tokens=False)[0].ids  # unlike encode it releases the GIL
+
+    def fewest(self, text: str) -> int:
+        """How many tokens `text` has at least, without the seconds that encoding megabytes may take."""
+        return -(-len(text.encode("utf-8", "surrogatepass")) // self._longest) if self._markup.normalizer is None else 0
+
+    @cached_property
+    def _longest(self) -> int:
+        """The most bytes that a token stands for."""
+        ids = self._markup.get_vocab(with_added_tokens=True).values()
+        return max((len(self.token_bytes(token)) for token in ids), default=0) or 1
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a prompt: special tokens are recognised; the begin token is put in front if it is not there."""

@@ -195,6 +195,8 @@ cdef enum:
     SIZES = 68             # up to 16 MB; larger blocks are given back at once
     SPARE_BYTES = 16 << 20 # of blocks in no use; beyond, those go of the size that was longest not asked for
 
+cdef int64_t MOST = <int64_t>1 << 56 # floats of an array: beyond, numbers of bytes would overflow
+
 cdef struct block:        # what a spare block holds: the next of its size
     block *next
 
@@ -268,6 +270,9 @@ cdef class Memory:
                 return
         self.start = <block *>new_block(size)
         if self.start is NULL:
+            free_spare(0)
+            self.start = <block *>new_block(size)
+        if self.start is NULL:
             raise MemoryError(f"expected {size} bytes for an array, found no memory")
 
     def __dealloc__(self):
@@ -293,6 +298,8 @@ def lines(tuple shape):
         raise InputError(f"expected at most 4 dimensions, found {n}")
     for i in range(n):
         dims[i] = shape[i]
+        if dims[i] < 0 or (dims[i] and size > MOST // dims[i]):
+            raise MemoryError(f"expected an array of at most {MOST} floats, found {shape}")
         size *= dims[i]
     cdef Memory memory = Memory(4 * size)
     array = PyArray_SimpleNewFromData(n, dims, NPY_FLOAT32, memory.start)

@@ -1,5 +1,6 @@
 """Costs measured round by round: speed of the machine, noise, outliers, the time before a plain step, who is told."""
 
+import math
 import random
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from test_gate import BLOCK, live, one_round
 from dsv4.gate import Calibrated, Costs, GateSettings, MeasuredCosts, make_rule
 from dsv4.gate.costs import line
 from dsv4.gate.replay import play
+from dsv4.scheduling.costs import BatchCosts
 from dsv4.speculate import Speculator
 
 NAMES = ("draft_ms", "verify_base_ms", "verify_slope_ms", "plain_ms")
@@ -134,6 +136,27 @@ def test_costs_stay_usable(rounds):
         measured.observe(draft_ms if drafted else None, n if drafted else 0, verify_ms)
         assert measured.plain_ms > 0 and all(measured.cost(n) > 0 for n in range(BLOCK + 1))
         assert measured.draft_ms >= 0 and measured.verify_base_ms >= 0 and measured.verify_slope_ms >= 0
+
+
+@pytest.mark.parametrize("clock", [[0.0], [0.0, 15.6], [0.0, 3.0, 1e303], [1e303], [-1e12, 3.0]])
+@pytest.mark.parametrize("given", [Costs(), Costs(draft_ms=0.0), Costs(1e-6, 1e-6, 1e-6, 1e-6)])
+def test_clocks_that_stand_or_jump(clock, given):
+    """Of one sequence and of a batch: costs stay numbers that can be divided by, and drafting stays a choice."""
+    alone, batch = MeasuredCosts(given), BatchCosts(given)
+    gates = [make_rule("calibrated", BLOCK, costs=costs) for costs in (alone, batch)]
+    for step in range(200):
+        ms = clock[step % len(clock)]
+        batch.share(2)
+        for gate in gates:
+            draft = gate.before_draft(2.0)
+            n = gate.choose([2.0] * BLOCK) if draft else 0
+            gate.observe(ms if draft else None, n, ms)
+            gate.record([2.0] * BLOCK, n, 0) if draft else gate.record_skip()
+        if draft:
+            batch.drafted(2, 2, ms, step % 7 == 0)
+        batch.forwarded(2 + 2 * n, ms, not n, step % 5 == 0)
+        for costs in (alone, batch):
+            assert all(math.isfinite(value) for value in values(costs)) and costs.plain_ms > 0.0 <= costs.draft_ms
 
 
 def test_sequences_share_what_an_engine_learned():

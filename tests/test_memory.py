@@ -54,6 +54,17 @@ small = [small for _, small in held]
 del held, large
 print(own_memory() - before)
 """
+SCARCE = """
+import resource
+from pathlib import Path
+from dsv4._cpu import lines, spare_memory
+held = [lines((1 << 18, 1)) for _ in range(16)]
+held.clear()
+assert spare_memory() >= 15 << 20
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 20),) * 2)
+print(lines((2 << 20, 1)).nbytes)
+"""
 linux = pytest.mark.skipif(own_memory() is None, reason="the system does not tell what is mapped")
 
 
@@ -97,6 +108,12 @@ def test_arrays_of_a_step_are_made_from_what_the_last_one_freed():
 def test_large_arrays_leave_no_holes_among_small_ones():
     grown = int(subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True).stdout)
     assert grown < 18 << 20, f"{grown / 2**20:.1f} MB held, expected 16 MB of spare blocks"
+
+
+@linux
+def test_spare_memory_is_given_up_for_an_array_that_needs_it():
+    run = subprocess.run([sys.executable, "-c", SCARCE], capture_output=True, text=True, check=False)
+    assert run.stdout == "8388608\n", run.stderr
 
 
 @linux

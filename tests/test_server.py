@@ -16,7 +16,7 @@ from fake_scheduler import FakeScheduler, served, steps, until  # noqa: E402
 from server_cases import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOOL, engine, events, post, script, server  # noqa: E402, F401
 
 from dsv4.errors import BackendError, CapacityError, CheckpointError, Dsv4Error, InputError, StateError  # noqa: E402
-from dsv4.server import serving  # noqa: E402
+from dsv4.server import app, serving  # noqa: E402
 from dsv4.server.serving import listen  # noqa: E402
 
 
@@ -298,6 +298,39 @@ def test_a_client_that_leaves_frees_its_slot(engine, streamed, begun):
         metrics = httpx.get(server.address + "/metrics").text
         assert "dsv4_disconnects_total 1.0" in metrics
         assert f'path="{CHAT_PATH}",status="{200 if streamed else 499}"' in metrics
+
+
+def test_large_bodies_take_their_turns_and_leave_room(engine, monkeypatch):
+    """What cuts them into tokens may take long: one at a time does, small ones pass, and who has left has no turn."""
+    read, cutting, go_on = app.read_json, [], threading.Event()
+
+    def slow(body):
+        if len(body) > app.LARGE:
+            cutting.append(json.loads(body)["seed"])
+            assert go_on.wait(20)
+        return read(body)
+
+    monkeypatch.setattr(app, "read_json", slow)
+    with served(engine, FakeScheduler()) as server:
+        scheduler = server.service.scheduler
+        scheduler.script = steps(["a", "b"])
+        bodies = [json.dumps({**TEXT, "prompt": "1" * app.LARGE, "seed": seed}).encode() for seed in range(40)]
+        socks = [connect(server) for _ in bodies]
+        for sock, body in zip(socks, bodies):
+            sock.sendall(head(TEXT_PATH, len(body)) + body)
+            until(lambda: cutting)
+        with httpx.Client(base_url=server.address, timeout=20) as client:
+            assert client.post(TEXT_PATH, json=TEXT).status_code == 200
+        for sock in socks[2:]:
+            sock.close()
+        assert len(cutting) == 1
+        time.sleep(0.2)  # the server hears of it
+        go_on.set()
+        for sock in socks[:2]:
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+            sock.close()
+        until(lambda: not server.service.tickets)
+        assert set(cutting) == {0, 1} and len(scheduler.requests) == 3
 
 
 def test_a_ticket_that_just_ends(post, script):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Iterable
 
-from .settings import GateSettings
+from .settings import LEAST_MS, MOST_MS, GateSettings
 
 
 class Evidence:
@@ -77,7 +77,8 @@ class Mean:
 
     def add(self, ms: float) -> None:
         """Nothing is fast by accident: of a sample and the mean so far, the larger is cut to CLIP times the other."""
-        if self.ms > 0.0 and ms > 0.0:
+        ms = min(max(ms, LEAST_MS), MOST_MS)
+        if self.ms > 0.0:
             ms = min(ms, self.CLIP * self.ms)
             self.ms = min(self.ms, self.CLIP * ms)
         self.weight = self.DECAY * self.weight + 1.0

@@ -6,6 +6,7 @@ from math import sqrt
 
 from ..gate import Costs, Evidence
 from ..gate.costs import line
+from ..gate.settings import LEAST_MS, MOST_MS
 
 
 class Line:
@@ -37,6 +38,7 @@ class Line:
         return ms * (1.0 + (mean_ms / self(mean_x) - 1.0) * weight / (weight + 0.5)) if weight else ms
 
     def add(self, x: int, ms: float) -> None:
+        ms = min(max(ms, LEAST_MS), MOST_MS)  # a clock may stand, or jump
         group, groups = x.bit_length(), self._groups
         weight, mean_x, mean_ms = groups.get(group, (0.0, 0.0, 0.0))
         slow = weight > self.KNOWN and ms > self.CLIP * self.near(x)
@@ -95,7 +97,8 @@ class BatchCosts(Costs):
         slope = given.verify_slope_ms
         self._start = (max(given.plain_ms - slope, 0.0), slope, (1.0, 6.0))
         self._forward, self._rough = Line(*self._start), True  # rough: nothing but forwards with prompts was seen
-        self._start_draft = (given.draft_ms / 2, given.draft_ms / 2, (1.0, 4.0))
+        draft = max(given.draft_ms, LEAST_MS) / 2  # which may be given as 0
+        self._start_draft = (draft, draft, (1.0, 4.0))
         self._draft, self._rough_draft, self._drafts = Line(*self._start_draft), True, 0  # rough, too: with prompts alone
         self._drafting = 1.0  # share of those that decode that also draft
         self._plain = 0  # forwards since the last that was not plain

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from .metrics import Metrics
 from .replies import Reply
 
 LOG = logging.getLogger("dsv4.server")
+LARGE = 64 << 10  # bytes of a body that takes a while to cut into tokens; one such at a time, so that threads are left for others
 LAST_WORDS = 5  # seconds that a client has to read why its answer was cut off
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {
@@ -65,18 +66,19 @@ class Service:
         self.closing = False
         self.failed = False  # something broke that no request was to blame for
         self.tickets: set[Ticket] = set()  # of requests being answered
+        self._large = asyncio.Lock()
 
     # ------------------------------------------------------------------ generation
     async def completion(self, http: HttpRequest) -> Answer:
         body = await self._body(http)
-        return await self._start(lambda: read_completion(read_json(body), self.model, self.limits), Reply)
+        return await self._start(http, body, lambda: read_completion(read_json(body), self.model, self.limits), Reply)
 
     async def chat(self, http: HttpRequest) -> Answer:
         if self.engine.tokenizer is None:
             raise Fault(400, "messages: the checkpoint has no tokenizer.json; use /v1/completions with token ids", "messages")
         body = await self._body(http)
         return await self._start(
-            lambda: read_chat(read_json(body), self.model, self.limits, self.engine.tokenizer), ChatReply
+            http, body, lambda: read_chat(read_json(body), self.model, self.limits, self.engine.tokenizer), ChatReply
         )
 
     async def _body(self, http: HttpRequest) -> bytes:
@@ -102,7 +104,7 @@ class Service:
             raise Fault(408, f"body: expected it within {self.limits.body_s:g} s", code="timeout") from error
         return bytes(body)
 
-    async def _start(self, read: Callable[[], Asked], form: type[Reply]) -> Answer:
+    async def _start(self, http: HttpRequest, body: bytes, read: Callable[[], Asked], form: type[Reply]) -> Answer:
         """Read the request and hand it to the scheduler; both may take a while, so not on the event loop."""
 
         def submit() -> Answer:
@@ -113,7 +115,11 @@ class Service:
             reply = form(asked, self.engine.tokenizer, self.model, self.fingerprint, len(tokens))
             return Answer(self, self.scheduler.submit(Request(tokens, asked.sampling)), reply)
 
-        answer = await asyncio.to_thread(submit)
+        large = len(body) > LARGE
+        async with self._large if large else nullcontext():
+            if large and await http.is_disconnected():
+                raise ClientDisconnect
+            answer = await asyncio.to_thread(submit)
         self.tickets.add(answer.ticket)
         return answer
 

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from .app import Service
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last passes through an mpirun, and leaves it alive
-BACKLOG = 512  # connections that wait to be taken
+BACKLOG = 128  # connections that wait to be taken, and that asyncio takes, or complains about, at once
 SLOW_HEADS = 10  # seconds that a client has to send a request's head, up to its body
 SLOW_READERS = 5  # seconds that a client has to take the rest of a finished answer, at the end
 
@@ -68,7 +68,7 @@ class Protocol(H11Protocol):
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
     config = uvicorn.Config(
-        app, http=Protocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False, server_header=False,
+        app, http=Protocol, backlog=BACKLOG, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False, server_header=False,
         proxy_headers=False, timeout_graceful_shutdown=SLOW_READERS,
     )  # fmt: skip
     return uvicorn.Server(config)
