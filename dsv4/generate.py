@@ -102,7 +102,7 @@ def prompt_tokens(engine, prompt: str | Sequence[int]) -> list[int]:
         if engine.tokenizer is None:
             raise InputError("prompt: the checkpoint has no tokenizer.json; expected token ids, found text")
         least = engine.tokenizer.fewest(prompt)
-        if least >= engine.max_context:
+        if least > engine.max_context:
             raise _too_long(engine, f"at least {least}")
         tokens = engine.tokenizer.encode_prompt(prompt)
     else:

@@ -168,10 +168,10 @@ def test_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(nano_dir, 
     longest = max(len(engine.tokenizer.token_bytes(token)) for token in range(engine.config.vocab_size))
     assert len(engine.tokenizer.encode("1" * 20 * longest)) >= 20
     monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *_, **__: pytest.fail("cut into tokens"))
-    with pytest.raises(InputError, match="prompt: expected at most 19 tokens .*; found at least 20; shorten it"):
-        stream(engine, "\ud800" + "1" * (19 * longest - 2), GREEDY)
+    with pytest.raises(InputError, match="prompt: expected at most 19 tokens .*; found at least 21; shorten it"):
+        stream(engine, "\ud800" + "1" * (20 * longest - 2), GREEDY)
     monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *_, **__: [3])
-    assert len(list(stream(engine, "1" * 19 * longest, GREEDY)))
+    assert len(list(stream(engine, "1" * 20 * longest, GREEDY)))
 
 
 @pytest.mark.parametrize(
