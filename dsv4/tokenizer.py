@@ -21,6 +21,12 @@ def _byte_letters() -> dict[str, int]:
 _LETTERS = _byte_letters()
 
 
+def _bytes_of(name: str) -> bytes:
+    """What a token of this name in the vocabulary stands for; special tokens: their name."""
+    whole = all(letter in _LETTERS for letter in name)
+    return bytes(_LETTERS[letter] for letter in name) if whole else name.encode("utf-8")
+
+
 def _read_json(path: Path) -> dict:
     """A JSON object, {} if there is no such file."""
     if not path.exists():
@@ -121,8 +127,7 @@ class Tokenizer:
     @cached_property
     def _longest(self) -> int:
         """The most bytes that a token stands for."""
-        ids = self._markup.get_vocab(with_added_tokens=True).values()
-        return max((len(self.token_bytes(token)) for token in ids), default=0) or 1
+        return max((len(_bytes_of(name)) for name in self._markup.get_vocab(with_added_tokens=True)), default=0) or 1
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a prompt: special tokens are recognised; the begin token is put in front if it is not there."""
@@ -133,9 +138,7 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for (special tokens: their name); b"" for an id without a token."""
         if token not in self._bytes:
-            name = self._markup.id_to_token(token) or ""
-            whole = all(letter in _LETTERS for letter in name)
-            self._bytes[token] = bytes(_LETTERS[letter] for letter in name) if whole else name.encode("utf-8")
+            self._bytes[token] = _bytes_of(self._markup.id_to_token(token) or "")
         return self._bytes[token]
 
     def decode(self, ids: Iterable[int]) -> str:
